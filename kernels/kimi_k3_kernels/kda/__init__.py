@@ -1,0 +1,3 @@
+from kimi_k3_kernels.kda.op import kda_chunk, kda_chunk_export, kda_step_
+
+__all__ = ["kda_chunk", "kda_chunk_export", "kda_step_"]

@@ -1,0 +1,68 @@
+"""Where the ops of `torch.ops.kimi_k3` are declared: schema, fake, reference, and a gradient where training needs one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LIBRARY = torch.library.Library("kimi_k3", "DEF")
+
+
+def define_op(schema: str, reference: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """Declare one op and return its overload. `reference` serves every device that has no kernel of its own."""
+    name = schema.split("(", 1)[0]
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
+    LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"kimi_k3::{name}", fake, lib=LIBRARY)
+    return getattr(torch.ops.kimi_k3, name).default
+
+
+def define_gradient(
+    op: Any,
+    differentiable: Sequence[int],
+    setup_context: Callable[[Any, tuple[Any, ...]], None],
+    backward: Callable[..., tuple[Tensor | None, ...]],
+) -> None:
+    """Give `op` a backward with respect to the arguments at the positions `differentiable`.
+
+    torch.library.register_autograd refuses ops that write to an argument, and these write their state pools; so the
+    Autograd kernel is registered here. `setup_context(ctx, inputs)` runs before the op, hence before a pool is
+    written; `backward(ctx, grad)` returns one gradient for each differentiable argument.
+    """
+
+    class Gradient(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            setup_context(ctx, inputs)
+            with torch._C._AutoDispatchBelowAutograd():
+                return op(*inputs)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            gradients: list[Tensor | None] = [None] * len(op._schema.arguments)
+            for position, gradient in zip(differentiable, backward(ctx, *grads), strict=True):
+                gradients[position] = gradient
+            return tuple(gradients)
+
+    def autograd_kernel(*inputs: Any) -> Any:
+        if torch.is_grad_enabled() and any(inputs[i].requires_grad for i in differentiable):
+            return Gradient.apply(*inputs)
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*inputs)
+
+    LIBRARY.impl(op._schema.name.split("::")[1], autograd_kernel, "Autograd")
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of the arithmetic inside an op: float32, or float64 for float64 inputs."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def require(condition: bool, op: str, wanted: str, **given: Any) -> None:
+    """Raise the one form of error that the public functions use: the op, what was wanted, what came."""
+    if not condition:
+        came = ", ".join(f"{k} {tuple(v.shape)} {v.dtype}" if isinstance(v, Tensor) else f"{k} {v}" for k, v in given.items())
+        raise ValueError(f"{op}: want {wanted}; got {came}")

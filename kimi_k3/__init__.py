@@ -1,0 +1,13 @@
+"""Kimi K3 for PyTorch."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from kimi_k3.configuration_kimi_k3 import KimiK3Config
+from kimi_k3.modeling_kimi_k3 import KimiK3ForCausalLM
+
+try:
+    __version__ = version("kimi-k3")
+except PackageNotFoundError:  # run from a source tree that is not installed
+    __version__ = "0+unknown"
+
+__all__ = ["KimiK3Config", "KimiK3ForCausalLM", "__version__"]

@@ -1,0 +1,99 @@
+"""Kimi Delta Attention: projections, short convolutions, decay gate, output gate. The recurrence is in the kernels."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kimi_k3.cache import PackedBatch
+from kimi_k3.configuration_kimi_k3 import KimiK3TextConfig
+from kimi_k3.layers.norm import GatedRMSNorm
+from kimi_k3_kernels import kda_chunk, kda_step_, short_conv, short_conv_step_
+from kimi_k3_kernels.library import compute_dtype
+
+A_LOG_MULTIPLE = 128  # the release stores A_log with zeros up to a multiple of this
+
+
+class ShortConv1d(nn.Module):
+    """The weight of a causal depthwise convolution, [C, 1, W]; tap W - 1 multiplies the current token."""
+
+    def __init__(self, channels: int, taps: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, 1, taps))
+
+
+def l2_normalize(x: Tensor) -> Tensor:
+    """x / sqrt(sum(x^2) + 1e-6) over the last dimension, in float32: the epsilon is on the sum, inside the root."""
+    wide = x.to(compute_dtype(x))
+    return wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def log_decay_gate(logit_THK: Tensor, A_log_H: Tensor, lower_bound: float | None) -> Tensor:
+    """The natural log of the forget gate, <= 0, from the decay logit with its bias added.
+
+    K3 (a bound is set): bound * sigmoid(exp(A_log) z), in (bound, 0). Kimi Linear (none): -exp(A_log) softplus(z).
+    Two functions, not one and its clamp.
+    """
+    rate_H1 = A_log_H.exp()[:, None]
+    if lower_bound is None:
+        return -rate_H1 * F.softplus(logit_THK)
+    return lower_bound * torch.sigmoid(rate_H1 * logit_THK)
+
+
+class KimiDeltaAttention(nn.Module):
+    """x [T, D] -> [T, D] over packed tokens, through a state and a convolution window for each sequence."""
+
+    def __init__(self, config: KimiK3TextConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.num_heads, self.head_dim = config.kda_num_heads, config.kda_head_dim
+        self.gate_lower_bound, self.use_full_rank_gate = config.gate_lower_bound, config.use_full_rank_gate
+        hidden, width, taps = config.hidden_size, self.num_heads * self.head_dim, config.short_conv_kernel_size
+        self.q_proj = nn.Linear(hidden, width, bias=False)
+        self.k_proj = nn.Linear(hidden, width, bias=False)
+        self.v_proj = nn.Linear(hidden, width, bias=False)
+        self.q_conv1d = ShortConv1d(width, taps)
+        self.k_conv1d = ShortConv1d(width, taps)
+        self.v_conv1d = ShortConv1d(width, taps)
+        # One value for each head, then zeros; kept at its stored length, sliced at use.
+        self.A_log = nn.Parameter(torch.empty(math.ceil(self.num_heads / A_LOG_MULTIPLE) * A_LOG_MULTIPLE))
+        self.dt_bias = nn.Parameter(torch.empty(width))
+        self.f_a_proj = nn.Linear(hidden, self.head_dim, bias=False)
+        self.f_b_proj = nn.Linear(self.head_dim, width, bias=False)
+        self.b_proj = nn.Linear(hidden, self.num_heads, bias=False)
+        if self.use_full_rank_gate:
+            self.g_proj = nn.Linear(hidden, width, bias=False)
+        else:
+            self.g_a_proj = nn.Linear(hidden, self.head_dim, bias=False)
+            self.g_b_proj = nn.Linear(self.head_dim, width, bias=False)
+        self.o_norm = GatedRMSNorm(self.head_dim, config.rms_norm_eps)
+        self.o_proj = nn.Linear(width, hidden, bias=False)
+
+    def forward(self, x_TD: Tensor, batch: PackedBatch, pools: tuple[Tensor, ...]) -> Tensor:
+        state_pool, conv_pool = pools
+        slots = (batch.read_slots, batch.write_slots)
+        qkv_TC = torch.cat([self.q_proj(x_TD), self.k_proj(x_TD), self.v_proj(x_TD)], dim=-1)
+        taps_C1W = torch.cat([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight])
+        if batch.is_decode:
+            qkv_TC = short_conv_step_(qkv_TC, taps_C1W[:, 0], conv_pool, *slots)
+        else:
+            qkv_TC = short_conv(qkv_TC, taps_C1W[:, 0], conv_pool, *slots, batch.cu_seqlens)
+        q_THK, k_THK, v_THV = qkv_TC.view(-1, 3, self.num_heads, self.head_dim).unbind(1)
+        q_THK = (l2_normalize(q_THK) * self.head_dim**-0.5).to(x_TD.dtype)
+        k_THK = l2_normalize(k_THK).to(x_TD.dtype)
+
+        wide = compute_dtype(x_TD)
+        logit_TC = self.f_b_proj(self.f_a_proj(x_TD)).to(wide) + self.dt_bias.to(wide)
+        A_log_H = self.A_log[: self.num_heads].to(wide)
+        log_decay_THK = log_decay_gate(logit_TC.unflatten(-1, (self.num_heads, -1)), A_log_H, self.gate_lower_bound)
+        beta_TH = torch.sigmoid(self.b_proj(x_TD).to(wide))
+
+        if batch.is_decode:
+            o_THV = kda_step_(q_THK, k_THK, v_THV, log_decay_THK, beta_TH, state_pool, *slots)
+        else:
+            o_THV = kda_chunk(q_THK, k_THK, v_THV, log_decay_THK, beta_TH, state_pool, *slots, batch.cu_seqlens)
+        gate_TC = self.g_proj(x_TD) if self.use_full_rank_gate else self.g_b_proj(self.g_a_proj(x_TD))
+        return self.o_proj(self.o_norm(o_THV, gate_TC.view_as(o_THV)).flatten(1))

@@ -1,0 +1,22 @@
+"""SiTU-GLU and the MLP that every token takes: the dense one of the first layer, the shared experts of the others."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from kimi_k3.configuration_kimi_k3 import KimiK3TextConfig
+from kimi_k3_kernels.mxfp4_experts.reference import situ
+
+
+class KimiK3MLP(nn.Module):
+    """down_proj( situ(gate_proj(x), up_proj(x)) )."""
+
+    def __init__(self, config: KimiK3TextConfig, intermediate_size: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, config.hidden_size, bias=False)
+        self.beta, self.linear_beta = config.situ_betas
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return self.down_proj(situ(self.gate_proj(x_TD), self.up_proj(x_TD), self.beta, self.linear_beta))

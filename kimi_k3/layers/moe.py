@@ -1,0 +1,103 @@
+"""Stable LatentMoE: the router reads the full width, the routed experts work in the latent, shared experts beside them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kimi_k3.configuration_kimi_k3 import KimiK3TextConfig
+from kimi_k3.layers.mlp import KimiK3MLP
+from kimi_k3.layers.norm import RMSNorm
+from kimi_k3_kernels import dense_experts, mxfp4_experts
+from kimi_k3_kernels.library import compute_dtype
+
+
+class Routing(NamedTuple):
+    topk_ids: Tensor  # [T, A] int64, in no particular order
+    topk_weights: Tensor  # [T, A] float32
+    logits: Tensor  # [T, E] float32, before the sigmoid and the bias
+
+
+class KimiK3Router(nn.Module):
+    """sigmoid scores in float32; the bias takes part in the choice, never in the weights."""
+
+    def __init__(self, config: KimiK3TextConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
+        self.e_score_correction_bias = nn.Parameter(torch.zeros(config.num_experts), requires_grad=False)
+
+    def forward(self, x_TD: Tensor) -> Routing:
+        wide = compute_dtype(x_TD)
+        logits_TE = F.linear(x_TD.to(wide), self.weight.to(wide))
+        scores_TE = torch.sigmoid(logits_TE)
+        choice_TE = self._keep_best_groups(scores_TE + self.e_score_correction_bias)
+        topk_ids_TA = choice_TE.topk(self.config.num_experts_per_token, dim=-1, sorted=False).indices
+        topk_weights_TA = scores_TE.gather(-1, topk_ids_TA)
+        if self.config.moe_renormalize and self.config.num_experts_per_token > 1:
+            topk_weights_TA = topk_weights_TA / (topk_weights_TA.sum(-1, keepdim=True) + 1e-20)
+        return Routing(topk_ids_TA, topk_weights_TA * self.config.routed_scaling_factor, logits_TE)
+
+    def _keep_best_groups(self, choice_TE: Tensor) -> Tensor:
+        """Leave only the experts of the `topk_group` groups whose two best experts score highest together."""
+        groups, kept = self.config.num_expert_group, self.config.topk_group
+        if not self.config.use_grouped_topk or groups <= kept:
+            return choice_TE
+        grouped_TGE = choice_TE.unflatten(-1, (groups, -1))
+        best_TG = grouped_TGE.topk(min(2, grouped_TGE.shape[-1]), dim=-1).values.sum(-1)
+        dropped_TG = torch.ones_like(best_TG, dtype=torch.bool).scatter(-1, best_TG.topk(kept, dim=-1).indices, False)
+        return grouped_TGE.masked_fill(dropped_TG[..., None], -torch.inf).flatten(-2)
+
+
+class KimiK3Experts(nn.Module):
+    """The routed experts as stacks over expert ids: packed MXFP4 (frozen) or plain matrices."""
+
+    def __init__(self, config: KimiK3TextConfig, packed: bool) -> None:
+        super().__init__()
+        self.packed, self.num_experts = packed, config.num_experts
+        self.beta, self.linear_beta = config.situ_betas
+        width, latent = config.moe_intermediate_size, config.routed_expert_hidden_size
+        for name, rows, columns in (("w1", width, latent), ("w2", latent, width), ("w3", width, latent)):
+            if packed:
+                codes = torch.empty(self.num_experts, rows, columns // 2, dtype=torch.uint8)
+                scales = torch.empty(self.num_experts, rows, columns // 32, dtype=torch.uint8)
+                self.register_parameter(f"{name}_packed", nn.Parameter(codes, requires_grad=False))
+                self.register_parameter(f"{name}_scale", nn.Parameter(scales, requires_grad=False))
+            else:
+                self.register_parameter(name, nn.Parameter(torch.empty(self.num_experts, rows, columns)))
+
+    def forward(self, latent_TL: Tensor, routing: Routing) -> Tensor:
+        slot_table = torch.arange(self.num_experts, dtype=torch.int32, device=latent_TL.device)
+        if self.packed:
+            return mxfp4_experts(
+                latent_TL, routing.topk_ids, routing.topk_weights, self.w1_packed, self.w1_scale, self.w3_packed,
+                self.w3_scale, self.w2_packed, self.w2_scale, slot_table, self.beta, self.linear_beta,
+            )  # fmt: skip
+        return dense_experts(
+            latent_TL, routing.topk_ids, routing.topk_weights, self.w1, self.w3, self.w2, slot_table,
+            self.beta, self.linear_beta,
+        )  # fmt: skip
+
+
+class KimiK3SparseMoE(nn.Module):
+    """y = up( norm( sum_a p_a expert_a(down(h)) ) ) + shared(h)."""
+
+    def __init__(self, config: KimiK3TextConfig, packed_experts: bool) -> None:
+        super().__init__()
+        hidden, latent = config.hidden_size, config.routed_expert_hidden_size
+        self.gate = KimiK3Router(config)
+        self.experts = KimiK3Experts(config, packed_experts)
+        self.routed_expert_down_proj = nn.Linear(hidden, latent, bias=False)
+        self.routed_expert_norm = RMSNorm(latent, config.rms_norm_eps) if config.latent_moe_use_norm else nn.Identity()
+        self.routed_expert_up_proj = nn.Linear(latent, hidden, bias=False)
+        self.shared_experts = KimiK3MLP(config, config.num_shared_experts * config.moe_intermediate_size)
+
+    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, D] -> [T, D], and the router's logits [T, E]."""
+        routing = self.gate(x_TD)
+        routed_TL = self.experts(self.routed_expert_down_proj(x_TD), routing)
+        routed_TD = self.routed_expert_up_proj(self.routed_expert_norm(routed_TL))
+        return routed_TD + self.shared_experts(x_TD), routing.logits

@@ -1,0 +1,331 @@
+"""Kimi K3 in plain PyTorch: the file to read first.
+
+    P, bank = embedding, []                                  P: running sum, bank: sealed depth blocks
+    for each layer l:
+        x = mix(P, bank)                                     AttnRes, layers/attn_res.py
+        if l % S == 0: bank.append(P); P = 0
+        P = P + attention(input_layernorm(x))                KDA or gated MLA, layers/kda.py, layers/mla.py
+        P = P + mlp(post_attention_layernorm(mix(P, bank)))  dense or LatentMoE, layers/mlp.py, layers/moe.py
+    logits = lm_head(norm(mix(P, bank)))
+
+Inside, tokens are packed [T, D] with sequence boundaries; batches with padding are packed on entry (packing.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kimi_k3.cache import KimiK3Cache, PackedBatch, batch_without_cache, make_pools
+from kimi_k3.configuration_kimi_k3 import KimiK3Config, KimiK3TextConfig
+from kimi_k3.layers.attn_res import depth_table, empty_bank, mix, seal
+from kimi_k3.layers.kda import KimiDeltaAttention, ShortConv1d
+from kimi_k3.layers.mla import KimiMLAAttention
+from kimi_k3.layers.mlp import KimiK3MLP
+from kimi_k3.layers.moe import KimiK3Experts, KimiK3Router, KimiK3SparseMoE
+from kimi_k3.layers.norm import RMSNorm
+from kimi_k3.packing import TokenLayout, layout_from_cu_seqlens, layout_from_mask
+
+IGNORE_INDEX = -100
+
+
+@dataclass
+class CausalLMOutput:
+    """What `forward` returns; every batch-shaped tensor is [B, T, ...] with zeros at padding.
+
+    logits: [B, T or logits_to_keep, vocab], the model's dtype.     loss: [] float32, with labels.
+    past_key_values: the cache, with use_cache or when one was given.
+    hidden_states: the running sum before the first layer and after each one, then the lm_head's input, [B, T, D].
+    router_logits: of each MoE layer in order, [B, T, E] float32.
+    """
+
+    logits: Tensor
+    loss: Tensor | None = None
+    past_key_values: KimiK3Cache | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    router_logits: tuple[Tensor, ...] | None = None
+
+
+class KimiK3DecoderLayer(nn.Module):
+    """One layer: two mixes over depth, attention, feed-forward."""
+
+    def __init__(self, config: KimiK3TextConfig, layer_idx: int, packed_experts: bool) -> None:
+        super().__init__()
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.self_attention_res_norm = RMSNorm(hidden, eps)
+        self.self_attention_res_proj = nn.Linear(hidden, 1, bias=False)
+        self.input_layernorm = RMSNorm(hidden, eps)
+        mixer = KimiDeltaAttention if config.is_kda_layer(layer_idx) else KimiMLAAttention
+        self.self_attn = mixer(config, layer_idx)
+        self.mlp_res_norm = RMSNorm(hidden, eps)
+        self.mlp_res_proj = nn.Linear(hidden, 1, bias=False)
+        self.post_attention_layernorm = RMSNorm(hidden, eps)
+        self.is_moe = config.is_moe_layer(layer_idx)
+        if self.is_moe:
+            self.block_sparse_moe = KimiK3SparseMoE(config, packed_experts)
+        else:
+            self.mlp = KimiK3MLP(config, config.intermediate_size)
+
+    def forward(
+        self, running_sum: Tensor, bank: Tensor, depth: Tensor, batch: PackedBatch, pools: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor | None]:
+        """[T, D] -> [T, D], and router logits. `bank` already holds `running_sum` where this layer starts a new sum."""
+        sealed_before, sealed_after, starts_sum = depth.unbind(0)
+        x = mix(running_sum, bank, sealed_before, self.self_attention_res_norm, self.self_attention_res_proj)
+        attention = self.self_attn(self.input_layernorm(x), batch, pools)
+        running_sum = torch.where(starts_sum.bool(), attention, running_sum + attention)
+        x = mix(running_sum, bank, sealed_after, self.mlp_res_norm, self.mlp_res_proj)
+        x = self.post_attention_layernorm(x)
+        if self.is_moe:
+            out, router_logits = self.block_sparse_moe(x)
+            return running_sum + out, router_logits
+        return running_sum + self.mlp(x), None
+
+
+class KimiK3Model(nn.Module):
+    """The decoder, or the stage of it that `layers` names: embedding with the first layer, final norm with the last."""
+
+    def __init__(self, config: KimiK3TextConfig, layers: range, packed_experts: bool) -> None:
+        super().__init__()
+        self.config = config
+        self.layer_range = layers
+        self.is_first_stage, self.is_last_stage = layers.start == 0, layers.stop == config.num_hidden_layers
+        if self.is_first_stage:
+            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleDict({str(i): KimiK3DecoderLayer(config, i, packed_experts) for i in layers})
+        if self.is_last_stage:
+            self.output_attn_res_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.output_attn_res_proj = nn.Linear(config.hidden_size, 1, bias=False)
+            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self._depths: Tensor | None = None
+
+    def _depth_rows(self, device: torch.device) -> Tensor:
+        if self._depths is None or self._depths.device != device:
+            self._depths = depth_table(self.config, device)
+        return self._depths
+
+    def forward(
+        self, running_sum: Tensor, batch: PackedBatch, pools: dict[int, tuple[Tensor, ...]], bank: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
+        """Run the layers over packed tokens.
+
+        Args:
+            running_sum: [T, D]; the embeddings at the first stage.
+            bank: [M, T, D], the blocks that earlier stages sealed; None at the first.
+        Returns: (running_sum, bank [M, T, D], the running sum after each layer, the router logits [T, E] of each MoE
+            layer). At the last stage `final_hidden` turns the first two into the lm_head's input.
+        """
+        start = self.layer_range.start
+        sealed = self.config.num_sealed_blocks(start)
+        if (0 if bank is None else bank.shape[0]) != sealed:
+            raise ValueError(
+                f"bank: want the {sealed} depth blocks sealed before layer {start}, got "
+                f"{0 if bank is None else bank.shape[0]}"
+            )
+        room = empty_bank(self.config, running_sum)
+        for index in range(sealed):
+            room = seal(room, index, bank[index])  # type: ignore[index]
+        depths = self._depth_rows(running_sum.device)
+        sums, router_logits = [], []
+        for layer_idx in self.layer_range:
+            if layer_idx % self.config.attn_res_block_size == 0:
+                room = seal(room, sealed, running_sum)
+                sealed += 1
+            layer = self.layers[str(layer_idx)]
+            running_sum, logits = layer(running_sum, room, depths[layer_idx], batch, pools[layer_idx])
+            sums.append(running_sum)
+            if logits is not None:
+                router_logits.append(logits)
+        return running_sum, room[:sealed], sums, router_logits
+
+    def final_hidden(self, running_sum: Tensor, bank: Tensor) -> Tensor:
+        """norm(mix(running_sum, bank)): what the lm_head reads, [T, D]."""
+        num_blocks = torch.tensor(bank.shape[0], device=running_sum.device)
+        mixed = mix(running_sum, bank, num_blocks, self.output_attn_res_norm, self.output_attn_res_proj)
+        return self.norm(mixed)
+
+
+class KimiK3ForCausalLM(nn.Module):
+    """The Kimi K3 language model.
+
+    `KimiK3ForCausalLM(config)` has fresh float32 weights for training; `from_pretrained` opens a checkpoint.
+
+    Args:
+        config: KimiK3Config.
+        experts: "dequantized" for plain, trainable experts, "mxfp4" for packed, frozen ones.
+        layers: a contiguous range of layers for a pipeline stage or a sample; None: all.
+    """
+
+    def __init__(self, config: KimiK3Config, *, experts: str = "dequantized", layers: range | None = None) -> None:
+        super().__init__()
+        text = config.text_config
+        if experts not in ("mxfp4", "dequantized"):
+            raise ValueError(f"experts: want 'mxfp4' or 'dequantized', got {experts!r}")
+        layers = range(text.num_hidden_layers) if layers is None else layers
+        if layers.step != 1 or not 0 <= layers.start < layers.stop <= text.num_hidden_layers:
+            raise ValueError(f"layers: want a contiguous range within 0..{text.num_hidden_layers}, got {layers}")
+        self.config = config
+        self.model = KimiK3Model(text, layers, packed_experts=experts == "mxfp4")
+        if self.model.is_last_stage:
+            self.lm_head = nn.Linear(text.hidden_size, text.vocab_size, bias=False)
+        self.reset_parameters()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the activations: that of the projections, not of the few tensors that stay float32."""
+        return next(p.dtype for name, p in self.named_parameters() if name.endswith("input_layernorm.weight"))
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw fresh weights (packed experts excepted: those only ever come from a checkpoint)."""
+        std = self.config.text_config.initializer_range
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, nn.Embedding, KimiK3Router)):
+                module.weight.normal_(std=std)
+            elif isinstance(module, ShortConv1d):
+                bound = module.weight.shape[-1] ** -0.5
+                module.weight.uniform_(-bound, bound)
+            elif isinstance(module, KimiK3Experts) and not module.packed:
+                for weight in module.parameters():
+                    weight.normal_(std=std)
+            elif isinstance(module, KimiDeltaAttention):
+                module.A_log.zero_()
+                step = torch.empty_like(module.dt_bias).uniform_(math.log(1e-3), math.log(1e-1)).exp_().clamp_(min=1e-4)
+                module.dt_bias.copy_(step + torch.log(-torch.expm1(-step)))  # the inverse of softplus
+            elif isinstance(module, KimiK3DecoderLayer):
+                # A zero scoring vector makes each mix the plain average of its sources.
+                module.self_attention_res_proj.weight.zero_()
+                module.mlp_res_proj.weight.zero_()
+        if self.model.is_last_stage:
+            self.model.output_attn_res_proj.weight.zero_()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        past_key_values: KimiK3Cache | None = None,
+        use_cache: bool = False,
+        logits_to_keep: int = 0,
+        output_hidden_states: bool = False,
+        output_router_logits: bool = False,
+    ) -> CausalLMOutput:
+        """Logits, and with `labels` the loss, of a batch or of packed sequences.
+
+        Args:
+            input_ids: [B, T] integers; or inputs_embeds [B, T, D], exactly one of the two.
+            attention_mask: [B, T] of zeros and ones (with a cache also [B, past + T]): left or right padding.
+            cu_seqlens: int32 [N + 1] from 0 to T: `input_ids` is [1, T] and holds N packed sequences.
+            labels: [B, T], unshifted; -100 is ignored. The loss is the mean over the labels that count.
+            past_key_values: the cache of earlier tokens, one row for each sequence; it is written.
+            use_cache: start a cache when none is given.
+            logits_to_keep: only the last so many tokens of each sequence get logits; 0: all.
+        Raises: ValueError for shapes, masks or boundaries that do not fit.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("forward: want exactly one of input_ids and inputs_embeds")
+        if not (self.model.is_first_stage and self.model.is_last_stage):
+            raise ValueError(f"forward: this model holds {self.model.layer_range} only; call .model with (running_sum, bank)")
+        given = input_ids if inputs_embeds is None else inputs_embeds
+        assert given is not None
+        if given.ndim != (2 if inputs_embeds is None else 3) or 0 in given.shape[:2]:
+            raise ValueError(f"forward: want input_ids [B, T] or inputs_embeds [B, T, D], not empty, got {list(given.shape)}")
+        layout = self._layout(given, attention_mask, cu_seqlens, past_key_values)
+        if inputs_embeds is None:
+            embeds = self.model.embed_tokens(layout.pack(given))
+        else:
+            embeds = layout.pack(inputs_embeds)
+
+        config, device = self.config.text_config, embeds.device
+        if past_key_values is None and use_cache:
+            past_key_values = self.make_cache(len(layout.lengths))
+        if past_key_values is None:
+            batch = batch_without_cache(layout.lengths, device)
+            pools = {i: make_pools(config, i, 0, 0, 1, embeds.dtype, device) for i in self.model.layer_range}
+        else:
+            batch, pools = past_key_values.prepare(layout.lengths), past_key_values.pools
+        running_sum, bank, sums, router_logits = self.model(embeds, batch, pools)
+        if past_key_values is not None:
+            past_key_values.commit(layout.lengths)
+
+        kept, kept_layout = (None, layout) if logits_to_keep == 0 else layout.last(logits_to_keep)
+        hidden = self.model.final_hidden(running_sum, bank) if output_hidden_states or kept is None else None
+        if kept is None:
+            logits = self.lm_head(hidden)
+        else:
+            kept = kept.to(device)
+            logits = self.lm_head(self.model.final_hidden(running_sum[kept], bank[:, kept]))
+        loss = None if labels is None else self._loss(logits, labels, layout, kept)
+        hidden_states = (embeds, *sums, hidden) if output_hidden_states else None
+        return CausalLMOutput(
+            logits=kept_layout.unpack(logits),
+            loss=loss,
+            past_key_values=past_key_values,
+            hidden_states=None if hidden_states is None else tuple(map(layout.unpack, hidden_states)),  # type: ignore[arg-type]
+            router_logits=tuple(map(layout.unpack, router_logits)) if output_router_logits else None,
+        )
+
+    def make_cache(self, num_rows: int) -> KimiK3Cache:
+        """An empty cache for a batch of `num_rows` rows."""
+        return KimiK3Cache(self.config.text_config, num_rows, self.model.layer_range, self.dtype, self.device)
+
+    def _layout(
+        self, given: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None, cache: KimiK3Cache | None
+    ) -> TokenLayout:
+        shape = (given.shape[0], given.shape[1])
+        if cu_seqlens is not None:
+            if attention_mask is not None:
+                raise ValueError("forward: want attention_mask or cu_seqlens, not both")
+            return layout_from_cu_seqlens(cu_seqlens, shape)
+        return layout_from_mask(attention_mask, shape, 0 if cache is None else cache.get_seq_length(), given.device)
+
+    @staticmethod
+    def _loss(logits: Tensor, labels: Tensor, layout: TokenLayout, kept: Tensor | None) -> Tensor:
+        if labels.shape != layout.shape:
+            raise ValueError(f"labels: want {list(layout.shape)}, got {list(labels.shape)}")
+        targets = layout.next_tokens(layout.pack(labels), IGNORE_INDEX)
+        if kept is not None:
+            targets = targets[kept]
+        total = F.cross_entropy(logits.float(), targets, ignore_index=IGNORE_INDEX, reduction="sum")
+        return total / (targets != IGNORE_INDEX).sum().clamp(min=1)
+
+    def compile_blocks(self, mode: str | None = None, fullgraph: bool = True) -> None:
+        """torch.compile every decoder layer in place. Layers of one kind share their graphs."""
+        for layer in self.model.layers.values():
+            layer.compile(mode=mode, fullgraph=fullgraph, dynamic=True)
+
+    @torch.no_grad()
+    def generate(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Tensor:
+        """See `kimi_k3.generation.generate`."""
+        from kimi_k3.generation import generate
+
+        return generate(self, input_ids, attention_mask, **options)
+
+    @classmethod
+    def from_pretrained(cls, path_or_repo: str | Path, **options: Any) -> KimiK3ForCausalLM:
+        """See `kimi_k3.checkpoint.load_pretrained`."""
+        from kimi_k3.checkpoint import load_pretrained
+
+        return load_pretrained(cls, path_or_repo, **options)
+
+    def save_pretrained(self, folder: str | Path, max_shard_size: str | int = "5GB") -> None:
+        """See `kimi_k3.checkpoint.save_pretrained`."""
+        from kimi_k3.checkpoint import save_pretrained
+
+        save_pretrained(self, folder, max_shard_size)
+
+
+__all__: Sequence[str] = ["CausalLMOutput", "KimiK3DecoderLayer", "KimiK3ForCausalLM", "KimiK3Model"]

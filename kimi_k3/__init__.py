@@ -3,11 +3,20 @@
 from importlib.metadata import PackageNotFoundError, version
 
 from kimi_k3.configuration_kimi_k3 import KimiK3Config
-from kimi_k3.modeling_kimi_k3 import KimiK3ForCausalLM
+from kimi_k3.modeling_kimi_k3 import KimiK3ForCausalLM, KimiK3ForConditionalGeneration
+from kimi_k3.sampling import SamplingParams
+from kimi_k3.tokenization_kimi_k3 import KimiK3Tokenizer
 
 try:
     __version__ = version("kimi-k3")
 except PackageNotFoundError:  # run from a source tree that is not installed
     __version__ = "0+unknown"
 
-__all__ = ["KimiK3Config", "KimiK3ForCausalLM", "__version__"]
+__all__ = [
+    "KimiK3Config",
+    "KimiK3ForCausalLM",
+    "KimiK3ForConditionalGeneration",
+    "KimiK3Tokenizer",
+    "SamplingParams",
+    "__version__",
+]

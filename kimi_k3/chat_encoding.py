@@ -273,8 +273,8 @@ def render_chat(
             "image": PIL image, path or bytes}, {"type": "image_url", "image_url": {"url": data URL or path}}.
             system: `tools` declares further tools from there on, and `content` is then not shown, as in the release.
             assistant: `reasoning_content`, `content`, `tool_calls`; or `token_ids`, a turn as it was generated (inside
-            the channel that its prompt opened, end id included), used as it is; if it was cut off before an end id,
-            <|end_of_msg|> is added when anything follows.
+            the channel that its prompt opened, which `thinking` opens again; end id included), used as it is. If it was
+            cut off before an end id, <|end_of_msg|> is added when anything follows.
             tool: `tool_call_id` of the call it answers, or `name`.
         tools: [{"type": "function", "function": {"name", ...}}].
         thinking: open the think channel, and show it in past turns.
@@ -504,6 +504,8 @@ def _check_message(index: int, message: Any) -> None:
             raise ValueError(f"{where}.{key}: want a list, got {type(value).__name__}")
     if not all(hasattr(token_id, "__index__") for token_id in message.get("token_ids") or ()):
         raise ValueError(f"{where}.token_ids: want a list of integers, got {message['token_ids']!r}")
+    if message.get("tools") and message.get("name"):
+        raise ValueError(f"{where}.name: unknown key beside tools, a declaration has no name")
     needs_content = role != "assistant" and not message.get("tools")
     if needs_content and message.get("content") is None:
         raise ValueError(f"{where}.content: want a string or a list of parts, got nothing")

@@ -32,6 +32,7 @@ from kimi_k3.layers.mlp import KimiK3MLP
 from kimi_k3.layers.moe import KimiK3Experts, KimiK3Router, KimiK3SparseMoE
 from kimi_k3.layers.norm import RMSNorm
 from kimi_k3.packing import TokenLayout, layout_from_cu_seqlens, layout_from_mask
+from kimi_k3.vision import PatchMergerProjector, SplicedPrompt, VisionTower, splice_image_features
 
 IGNORE_INDEX = -100
 
@@ -175,6 +176,7 @@ class KimiK3ForCausalLM(nn.Module):
         self.model = KimiK3Model(text, layers, packed_experts=experts == "mxfp4")
         if self.model.is_last_stage:
             self.lm_head = nn.Linear(text.hidden_size, text.vocab_size, bias=False)
+        self.generation_config: dict[str, Any] = {}  # of generation_config.json, where a checkpoint has one
         self.reset_parameters()
 
     @property
@@ -307,7 +309,12 @@ class KimiK3ForCausalLM(nn.Module):
         for layer in self.model.layers.values():
             layer.compile(mode=mode, fullgraph=fullgraph, dynamic=True)
 
-    @torch.no_grad()
+    def prompt_embeds(
+        self, input_ids: Tensor, attention_mask: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Embeddings that replace `input_ids` when generating, and the mask that goes with them; None: the ids do."""
+        return None, attention_mask
+
     def generate(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Tensor:
         """See `kimi_k3.generation.generate`."""
         from kimi_k3.generation import generate
@@ -328,4 +335,90 @@ class KimiK3ForCausalLM(nn.Module):
         save_pretrained(self, folder, max_shard_size)
 
 
-__all__: Sequence[str] = ["CausalLMOutput", "KimiK3DecoderLayer", "KimiK3ForCausalLM", "KimiK3Model"]
+class KimiK3ForConditionalGeneration(KimiK3ForCausalLM):
+    """Kimi K3 with its vision tower: `forward` and `generate` take images beside the tokens.
+
+    A prompt holds one media placeholder (`config.media_placeholder_token_id`) for each image. It grows to that image's
+    tokens, so logits, mask and labels are as long as the expanded prompt.
+    """
+
+    def __init__(self, config: KimiK3Config, *, experts: str = "dequantized", layers: range | None = None) -> None:
+        if config.vision_config is None:
+            raise ValueError("KimiK3ForConditionalGeneration: config has no vision_config; want KimiK3ForCausalLM")
+        if config.media_placeholder_token_id is None:
+            raise ValueError("KimiK3ForConditionalGeneration: config needs the key media_placeholder_token_id")
+        super().__init__(config, experts=experts, layers=layers)
+        self.vision_tower = VisionTower(config.vision_config)
+        self.mm_projector = PatchMergerProjector(config.vision_config)
+        std = config.text_config.initializer_range
+        for module in [*self.vision_tower.modules(), *self.mm_projector.modules()]:
+            for name, parameter in module.named_parameters(recurse=False):
+                if not isinstance(module, nn.RMSNorm) and name == "weight":
+                    nn.init.normal_(parameter, std=std)
+
+    def image_features(self, pixel_values: Tensor, grid_thws: Tensor) -> list[Tensor]:
+        """The projected rows [tokens, D] of each image, from patches [N, 3, p, p] and grids [images, 3]."""
+        return [self.mm_projector(item) for item in self.vision_tower(pixel_values, grid_thws)]
+
+    def _spliced(
+        self, input_ids: Tensor, attention_mask: Tensor | None, labels: Tensor | None, pixel_values: Tensor,
+        grid_thws: Tensor,
+    ) -> SplicedPrompt:  # fmt: skip
+        media_id = self.config.media_placeholder_token_id
+        assert media_id is not None
+        features = self.image_features(pixel_values, grid_thws)
+        embeds = self.model.embed_tokens(input_ids)
+        return splice_image_features(input_ids, features, embeds, media_id, attention_mask, labels)
+
+    def prompt_embeds(
+        self, input_ids: Tensor, attention_mask: Tensor | None, pixel_values: Tensor | None = None,
+        grid_thws: Tensor | None = None,
+    ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+        if pixel_values is None or grid_thws is None:
+            self._refuse_lone_placeholders(input_ids)
+            return None, attention_mask
+        spliced = self._spliced(input_ids, attention_mask, None, pixel_values, grid_thws)
+        return spliced.inputs_embeds, spliced.attention_mask
+
+    def forward(  # type: ignore[override]
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        past_key_values: KimiK3Cache | None = None,
+        pixel_values: Tensor | None = None,
+        grid_thws: Tensor | None = None,
+        **options: Any,
+    ) -> CausalLMOutput:
+        """As KimiK3ForCausalLM, and with images: pixel_values [N, 3, p, p], the patches of all images in order, and
+        grid_thws [images, 3]. Packed prompts (`cu_seqlens`) with images are not built: splice them beforehand.
+        """
+        if (pixel_values is None) != (grid_thws is None):
+            raise ValueError("forward: want pixel_values and grid_thws together, got one of them")
+        if pixel_values is not None and grid_thws is not None:
+            if input_ids is None or cu_seqlens is not None:
+                raise ValueError("forward: images go with input_ids [B, T], not with inputs_embeds or cu_seqlens")
+            if past_key_values is not None and attention_mask is not None:
+                attention_mask = attention_mask[:, attention_mask.shape[1] - input_ids.shape[1] :]
+            spliced = self._spliced(input_ids, attention_mask, labels, pixel_values, grid_thws)
+            input_ids, inputs_embeds = None, spliced.inputs_embeds
+            attention_mask, labels = spliced.attention_mask, spliced.labels
+        elif input_ids is not None and past_key_values is None:
+            self._refuse_lone_placeholders(input_ids)
+        return super().forward(input_ids, attention_mask, cu_seqlens, inputs_embeds, labels, past_key_values, **options)
+
+    def _refuse_lone_placeholders(self, input_ids: Tensor) -> None:
+        count = int((input_ids == self.config.media_placeholder_token_id).sum())
+        if count:
+            raise ValueError(f"forward: input_ids holds {count} image placeholders, but no pixel_values were given")
+
+
+__all__: Sequence[str] = [
+    "CausalLMOutput",
+    "KimiK3DecoderLayer",
+    "KimiK3ForCausalLM",
+    "KimiK3ForConditionalGeneration",
+    "KimiK3Model",
+]

@@ -1,14 +1,15 @@
 """Prompts against the renderings of the released encoder, and what the golden cases do not reach.
 
-The golden file holds segments under 38 names, not the messages they came from. Every case is reproduced from messages that
-its segments tell. Seven cases are named after an input form that cannot be told from the segments; the same segments
-are reproduced here from the form that we take, and the other form stays unchecked:
+The golden file holds segments under 38 names, not the messages they came from. Every case is reproduced from messages
+that its segments tell. Seven cases are named after an input form that cannot be told from the segments; the same
+segments are reproduced here from the form that we take, and the other form stays unchecked:
   assistant_reasoning_alias      the alias's key: here `reasoning_content`
   tool_result_unmatched          which id did not match, and where the name came from: here from `name`
   tool_results_out_of_order      the order they came in: here reversed
   tools_unsorted_keys            the order of the keys: here reversed
   response_format_schema_inline  the form in which the schema stood inline: here `json_schema.schema`
-  image_placeholder_in_text, two_images    whether the images were parts or came beside a text with placeholders: here parts
+  image_placeholder_in_text      whether images were parts or came beside a text with placeholders: here parts
+  two_images                     the same
 """
 
 import base64
@@ -209,10 +210,9 @@ def test_end_to_end_counts_of_the_spec(k3_chat):
 
 def made_up_encoder_source(bodies):
     """A module with the bodies as a program would hold them: f-strings with holes, + and padded constants."""
-    before, after = bodies["effort_low"].split("low`.")[0], "`."
-    before = bodies["effort_low"][: -len("low" + after)]
-    assert before + "low" + after == bodies["effort_low"]
-    escaped = before.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"').replace("{", "{{").replace("}", "}}")
+    before, after = bodies["effort_low"].removesuffix("low`."), "`."
+    escaped = before.replace("\n", "\\n").replace('"', '\\"')
+    assert not set("\\{}") & set(before)
     tools = bodies["tools_prefix"].replace("\n", "\\n").replace('"', '\\"')
     half = len(bodies["json_object"]) // 2
     return "\n".join(
@@ -242,7 +242,7 @@ def test_bodies_are_read_from_source_without_running_it(k3_chat, vocab_file, rel
 
 
 def test_source_with_other_words_gives_nothing(released_bodies):
-    source = made_up_encoder_source({key: body for key, body in released_bodies.items()})
+    source = made_up_encoder_source(released_bodies)
     changed = read_released_bodies(source.replace("MUST", "SHOULD"))
     assert set(released_bodies) - set(changed) == {"tool_choice_required", "tool_choice_none"}
     with pytest.raises(ValueError, match="not Python source"):
@@ -254,7 +254,7 @@ def own_words(golden, tmp_path):
     """A small tokenizer whose folder has bodies of our own."""
     for name in ("tiktoken.model", "tokenizer_config.json", "config.json"):
         shutil.copy(golden / "vision" / name, tmp_path)
-    bodies = {"effort_max": " Think a lot. ", "tools_prefix": "Tools:\n", "json_suffix": "\nend", "json_object": "JSON!"}
+    bodies = {"effort_max": " Think a lot. ", "tools_prefix": "Tools:\n", "json_object": "J!", "json_suffix": "\nend"}
     (tmp_path / "chat_constants.json").write_text(json.dumps(bodies))
     return KimiK3Tokenizer.from_pretrained(tmp_path)
 
@@ -262,7 +262,7 @@ def own_words(golden, tmp_path):
 def test_own_words_and_the_missing_ones(own_words):
     encoding = own_words.encode_chat(GO, tools=[SEARCH], response_format={"type": "json_object"})
     prompt = own_words.decode(encoding.ids)
-    assert encoding.thinking_effort == "max" and ">Think a lot.<" in prompt and ">JSON!<" in prompt
+    assert encoding.thinking_effort == "max" and ">Think a lot.<" in prompt and ">J!<" in prompt
     assert prompt.startswith('<|open|>message role="system" type="tool-declare"<|sep|>Tools:\n[{"function":{"descr')
     assert '"type":"function"}]\nend<|close|>message<|sep|><|end_of_msg|>' in prompt
     for options in ({"thinking_effort": "high"}, {"tools": [SEARCH], "tool_choice": "none"}):
@@ -357,7 +357,8 @@ def test_tool_results_keep_their_order_unless_all_match(small):
 
 def test_tool_result_index_restarts_after_each_assistant_turn(small):
     one, two = [assistant("", [call(name, {}, name)]) for name in ("f", "g")]
-    messages = [one, result("a", tool_call_id="f"), user("and"), result("b", name="h"), two, result("c", tool_call_id="g")]
+    first_run, second_run = result("a", tool_call_id="f"), result("b", name="h")
+    messages = [one, first_run, user("and"), second_run, two, result("c", tool_call_id="g")]
     prompt = small.decode(small.encode_chat(messages).ids)
     for name, index in (("f", 1), ("h", 2), ("g", 1)):
         assert f'role="tool" tool="{name}" index="{index}"' in prompt
@@ -382,6 +383,7 @@ BAD = {
     "messages[0].content[0].text: want a string": [user([{"type": "text", "text": 1}])],
     "messages[0].content[0].detail: unknown key": [user([{**image(1, 1), "detail": "low"}])],
     "messages[0].name: want a string": [user("a", name=3)],
+    "messages[0].name: unknown key beside tools": [{"role": "system", "name": "a", "tools": [SEARCH]}],
     "messages[0].tool_calls: want a list": [assistant("", "f")],
     "messages[0].tool_calls[0]: want": [assistant("", [{"name": "f"}])],
     "messages[0].tool_calls[0].type: want 'function'": [assistant("", [{**call("f", {}), "type": "web"}])],
@@ -447,11 +449,14 @@ def test_image_hashes_tell_pixels_palettes_and_shapes_apart(small):
 
 
 def test_image_prompt_has_the_recorded_ids(small, golden):
-    names = ("alpha_61x43", "rgb_224x224", "rgb_100x300")  # in the order of the golden forward
-    pictures = [{"type": "image", "image": golden / "vision.reference" / "images" / f"{name}.png"} for name in names]
+    parts = [text("Look: ")]
+    for name in ("alpha_61x43", "rgb_224x224", "rgb_100x300"):  # in the order of the golden forward
+        parts += [{"type": "image", "image": golden / "vision.reference" / "images" / f"{name}.png"}, text(" then ")]
     recorded = load_file(golden / "vision.reference" / "forward.safetensors")["input_ids"].flatten().tolist()
-    prompt = small.encode_chat([user([text("Look: "), *pictures, text("describe.")])], add_generation_prompt=False).ids
-    assert recorded[-len("describe.") :] == prompt[-len("describe.") - 10 :][: len("describe.")]
+    prompt = small.encode_chat([user([*parts, text("describe.")])], add_generation_prompt=False).ids
+    before = small.encode('<|open|>message role="user"<|sep|>', allow_special=True)
+    after = small.encode("<|close|>message<|sep|><|end_of_msg|>", allow_special=True)
+    assert prompt == before + recorded + after
 
 
 @pytest.mark.parametrize(

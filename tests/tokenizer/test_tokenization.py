@@ -27,7 +27,9 @@ FIXED_IDS = {
         *(13935, 15682, 220, 127935, 16800, 10389, 11839, 78560, 54078),
         *(28763, 110125, 61500, 14287, 8711, 125776, 120413, 12441),
     ],
-    "def f(x):\n    return x**2  # squared\n": [1166, 285, 3940, 2360, 274, 745, 1288, 381, 17, 220, 1214, 94297, 198],
+    "def f(x):\n    return x**2  # squared\n": [
+        *(1166, 285, 3940, 2360, 274, 745, 1288, 381, 17, 220, 1214, 94297, 198),
+    ],
     " \t  \n\n   a  \r\n b   ": [220, 17851, 382, 256, 261, 13435, 291, 274],
     "I'll WE'VE HelloWORLD 1234567": [65447, 40893, 6, 4571, 47771, 155350, 220, 6694, 12972, 22],
     "naïve café A\u030a e\u0301": None,  # combining marks: only against the definition
@@ -45,7 +47,8 @@ TEXTS = (
 
 def random_text(rng: random.Random, length: int) -> str:
     alphabets = (
-        "abcdefgh ABC'", "  \t\n\r\u3000\u00a0", "0123456789", "中文字漢々", "かなカナ", "한국어", "éßǅʰª\u0301\u0e31กख",
+        "abcdefgh ABC'",
+        "  \t\n\r\u3000\u00a0", "0123456789", "中文字漢々", "かなカナ", "한국어", "éßǅʰª\u0301\u0e31กख",
         ".,;!?<|>/\\_", "\U0001f600\u200d\U0001f468\ufe0f", "'s't're've'm'll'd'S'LL",
     )  # fmt: skip
     return "".join(rng.choice(rng.choice(alphabets)) for _ in range(length))
@@ -85,7 +88,8 @@ def test_k3_table_of_special_tokens(k3):
 
 
 def test_skip_special_tokens_leaves_the_visible_markers(k3):
-    ids = k3.encode("<|open|>think<|sep|>a<|close|><|end_of_msg|>[EOS][PAD]<|reserved_token_163600|>", allow_special=True)
+    text = "<|open|>think<|sep|>a<|close|><|end_of_msg|>[EOS][PAD]<|reserved_token_163600|>"
+    ids = k3.encode(text, allow_special=True)
     assert k3.decode(ids, skip_special_tokens=True) == "<|open|>think<|sep|>a<|close|>"
 
 
@@ -185,12 +189,12 @@ def test_a_folder_without_chat_markers_says_so(golden):
     tokenizer = KimiK3Tokenizer.from_pretrained(golden / "golden")
     with pytest.raises(ValueError, match=r"has no \['<\|open\|>'"):
         tokenizer.encode_chat([{"role": "user", "content": "Hi"}])
-    with pytest.raises(ValueError, match="no special tokens <|open|>"):
+    with pytest.raises(ValueError, match=r"no special tokens <\|open\|>"):
         tokenizer.chat_parser()
 
 
 def test_k2_names_beside_the_k3_vocabulary_are_refused(data_folder):
-    with pytest.raises(ValueError, match="want K3's name '<|end_of_msg|>' for id 163586, got '<|im_end|>'"):
+    with pytest.raises(ValueError, match=r"want K3's name '<\|end_of_msg\|>' for id 163586, got '<\|im_end\|>'"):
         KimiK3Tokenizer.from_pretrained(data_folder / "tokenizer")
 
 
@@ -203,7 +207,7 @@ def test_k3_folder_with_its_own_names_is_the_default_table(k3, vocab_file, tmp_p
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added, "bos_token": "[BOS]"}))
     tokenizer = KimiK3Tokenizer.from_pretrained(tmp_path)
     assert tokenizer.special_tokens == k3.special_tokens
-    assert [tokenizer.is_hidden(i) for i in range(163_584, 163_840)] == [k3.is_hidden(i) for i in range(163_584, 163_840)]
+    assert all(tokenizer.is_hidden(token_id) == k3.is_hidden(token_id) for token_id in range(163_584, 163_840))
 
 
 def test_from_the_hub_cache(golden, tmp_path):
@@ -229,7 +233,7 @@ def test_from_pretrained_names_what_is_missing(golden, tmp_path):
         KimiK3Tokenizer.from_pretrained(tmp_path)
     shutil.copy(golden / "vision" / "tokenizer_config.json", tmp_path)
     (tmp_path / "config.json").write_text('{"vocab_size": 300}')
-    with pytest.raises(ValueError, match="names id 383, config.json has vocab_size 300"):
+    with pytest.raises(ValueError, match=r"names id 383, config\.json has vocab_size 300"):
         KimiK3Tokenizer.from_pretrained(tmp_path)
 
 

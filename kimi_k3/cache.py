@@ -40,7 +40,7 @@ def batch_without_cache(lengths: list[int], device: torch.device) -> PackedBatch
         write_slots=none,
         past_lens=torch.zeros_like(lens),
         kv_lens=lens,
-        block_tables=lens.new_zeros((count, 0)),
+        block_tables=lens.new_zeros((count, 2)),
         latent_rows=None,
         is_decode=False,
     )

@@ -446,8 +446,7 @@ def _write_response_format(chat: RenderedChat, response_format: Mapping[str, Any
     kind = response_format.get("type") if isinstance(response_format, Mapping) else None
     if kind not in ("text", "json_object", "json_schema"):
         raise ValueError(
-            "encode_chat: response_format: want type 'text', 'json_object' or 'json_schema', "
-            f"got {response_format!r}"
+            f"encode_chat: response_format: want type 'text', 'json_object' or 'json_schema', got {response_format!r}"
         )
     if kind == "json_object":
         body = bodies.get("json_object", "response_format json_object")

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 
 from kimi_k3.cache import KimiK3Cache, PackedBatch, batch_without_cache, make_pools
 from kimi_k3.configuration_kimi_k3 import KimiK3Config, KimiK3TextConfig
+from kimi_k3.compilation import mark_dynamic_sizes, symbolic_shapes
 from kimi_k3.layers.attn_res import depth_table, empty_bank, mix, seal
 from kimi_k3.layers.kda import KimiDeltaAttention, ShortConv1d
 from kimi_k3.layers.mla import KimiMLAAttention
@@ -106,6 +108,7 @@ class KimiK3Model(nn.Module):
             self.output_attn_res_proj = nn.Linear(config.hidden_size, 1, bias=False)
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self._depths: Tensor | None = None
+        self.has_compiled_layers = False
 
     def _depth_rows(self, device: torch.device) -> Tensor:
         if self._depths is None or self._depths.device != device:
@@ -135,15 +138,18 @@ class KimiK3Model(nn.Module):
             room = seal(room, index, bank[index])  # type: ignore[index]
         depths = self._depth_rows(running_sum.device)
         sums, router_logits = [], []
-        for layer_idx in self.layer_range:
-            if layer_idx % self.config.attn_res_block_size == 0:
-                room = seal(room, sealed, running_sum)
-                sealed += 1
-            layer = self.layers[str(layer_idx)]
-            running_sum, logits = layer(running_sum, room, depths[layer_idx], batch, pools[layer_idx])
-            sums.append(running_sum)
-            if logits is not None:
-                router_logits.append(logits)
+        with symbolic_shapes() if self.has_compiled_layers else nullcontext():
+            for layer_idx in self.layer_range:
+                if layer_idx % self.config.attn_res_block_size == 0:
+                    room = seal(room, sealed, running_sum)
+                    sealed += 1
+                inputs = (running_sum, room, depths[layer_idx], batch, pools[layer_idx])
+                if self.has_compiled_layers:
+                    mark_dynamic_sizes(*inputs)
+                running_sum, logits = self.layers[str(layer_idx)](*inputs)
+                sums.append(running_sum)
+                if logits is not None:
+                    router_logits.append(logits)
         return running_sum, room[:sealed], sums, router_logits
 
     def final_hidden(self, running_sum: Tensor, bank: Tensor) -> Tensor:
@@ -177,7 +183,8 @@ class KimiK3ForCausalLM(nn.Module):
         if self.model.is_last_stage:
             self.lm_head = nn.Linear(text.hidden_size, text.vocab_size, bias=False)
         self.generation_config: dict[str, Any] = {}  # of generation_config.json, where a checkpoint has one
-        self.reset_parameters()
+        if self.device.type != "meta":  # there a checkpoint will bring the values
+            self.reset_parameters()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -186,7 +193,8 @@ class KimiK3ForCausalLM(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return next(self.parameters()).device
+        # Offloaded layers are on meta between their calls.
+        return next((p.device for p in self.parameters() if not p.is_meta), torch.device("meta"))
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -256,7 +264,7 @@ class KimiK3ForCausalLM(nn.Module):
             past_key_values = self.make_cache(len(layout.lengths))
         if past_key_values is None:
             batch = batch_without_cache(layout.lengths, device)
-            pools = {i: make_pools(config, i, 0, 0, 1, embeds.dtype, device) for i in self.model.layer_range}
+            pools = {i: make_pools(config, i, 2, 2, 1, embeds.dtype, device) for i in self.model.layer_range}
         else:
             batch, pools = past_key_values.prepare(layout.lengths), past_key_values.pools
         running_sum, bank, sums, router_logits = self.model(embeds, batch, pools)
@@ -305,9 +313,14 @@ class KimiK3ForCausalLM(nn.Module):
         return total / (targets != IGNORE_INDEX).sum().clamp(min=1)
 
     def compile_blocks(self, mode: str | None = None, fullgraph: bool = True) -> None:
-        """torch.compile every decoder layer in place. Layers of one kind share their graphs."""
+        """torch.compile every decoder layer in place (arguments as torch.compile's).
+
+        Layers of one kind (dense or MoE, KDA or MLA) share their graphs: for many tokens and for one token of each
+        sequence, with one or with more sequences. Every count of tokens, sequences and cache blocks uses the same graphs.
+        """
         for layer in self.model.layers.values():
-            layer.compile(mode=mode, fullgraph=fullgraph, dynamic=True)
+            layer.compile(mode=mode, fullgraph=fullgraph)
+        self.model.has_compiled_layers = True
 
     def prompt_embeds(
         self, input_ids: Tensor, attention_mask: Tensor | None
@@ -328,11 +341,19 @@ class KimiK3ForCausalLM(nn.Module):
 
         return load_pretrained(cls, path_or_repo, **options)
 
-    def save_pretrained(self, folder: str | Path, max_shard_size: str | int = "5GB") -> None:
-        """See `kimi_k3.checkpoint.save_pretrained`."""
+    def save_pretrained(
+        self, folder: str | Path, max_shard_size: str | int = "5GB", *, experts: str | None = None
+    ) -> None:
+        """See `kimi_k3.saving.save_pretrained`."""
         from kimi_k3.checkpoint import save_pretrained
 
-        save_pretrained(self, folder, max_shard_size)
+        save_pretrained(self, folder, max_shard_size, experts=experts)
+
+    def push_to_hub(self, repo_id: str, **options: Any) -> str:
+        """See `kimi_k3.hub.push_to_hub`."""
+        from kimi_k3.checkpoint import push_to_hub
+
+        return push_to_hub(self, repo_id, **options)
 
 
 class KimiK3ForConditionalGeneration(KimiK3ForCausalLM):

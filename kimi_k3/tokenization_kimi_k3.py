@@ -18,6 +18,7 @@ import tiktoken
 
 from kimi_k3.chat_encoding import DEFAULT_EFFORT, ChatBodies, ChatEncoding, encode_rendered, render_chat
 from kimi_k3.chat_parser import ChatParser
+from kimi_k3.hub import HubOptions, resolve_files
 
 VOCAB_FILE = "tiktoken.model"
 CONFIG_FILE = "tokenizer_config.json"
@@ -110,7 +111,7 @@ class KimiK3Tokenizer:
     @classmethod
     def from_pretrained(
         cls,
-        path_or_repo: str | PathLike[str],
+        path_or_repo: str | Path,
         revision: str | None = None,
         cache_dir: str | Path | None = None,
         token: str | bool | None = None,
@@ -120,11 +121,11 @@ class KimiK3Tokenizer:
 
         Names, `special` flags and the bos, eos and pad tokens are those of `tokenizer_config.json`. The vocabulary ends
         where `config.json` says (`vocab_size`), or at the highest named id if there is no `config.json`.
-        Raises: ValueError if a file is missing or wrong, among them K2's table of names beside K3's vocabulary.
+        Raises: FileNotFoundError for no such folder or repository; ValueError if a file is missing or wrong, among them
+            K2's table of names beside K3's vocabulary.
         """
-        folder = Path(path_or_repo)
-        if not folder.is_dir():
-            folder = _download(str(path_or_repo), revision, cache_dir, token, local_files_only)
+        options = HubOptions(revision, cache_dir, token, local_files_only)
+        folder = resolve_files(path_or_repo, FOLDER_FILES, options)
         for name in (VOCAB_FILE, CONFIG_FILE):
             if not (folder / name).is_file():
                 raise ValueError(
@@ -325,24 +326,6 @@ def _cut(text: str) -> Iterator[str]:
                 yield piece[start:cut]
                 start = cut
         yield piece[start:]
-
-
-def _download(
-    repo: str, revision: str | None, cache_dir: str | Path | None, token: str | bool | None, is_offline: bool
-) -> Path:
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo) or repo.startswith("."):
-        raise ValueError(f"from_pretrained: want an existing folder or a Hub id 'owner/name', got {repo!r}")
-    from huggingface_hub import snapshot_download  # a folder needs no Hub client
-
-    folder = snapshot_download(
-        repo,
-        revision=revision,
-        cache_dir=cache_dir,
-        token=token,
-        local_files_only=is_offline,
-        allow_patterns=list(FOLDER_FILES),
-    )
-    return Path(folder)
 
 
 def _vocab_size(folder: Path) -> int | None:

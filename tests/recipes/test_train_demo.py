@@ -1,9 +1,29 @@
+import json
+import math
+import random
+import re
 from itertools import pairwise
 
 import pytest
 import torch
+import train_demo
+from kimi_k3_kernels import mxfp4_dequantize, mxfp4_quantize
 from torch import nn
-from train_demo import Muon, learning_rate_factor, orthogonalise, packed_windows, quantile_balance_
+from train_demo import (
+    Muon,
+    encode_conversations,
+    even_boundaries,
+    held_out_bits,
+    learning_rate_factor,
+    make_optimisers,
+    orthogonalise,
+    quantile_balance_,
+    random_windows,
+    rounded_experts,
+)
+
+from kimi_k3 import KimiK3Config, KimiK3ForCausalLM
+from kimi_k3.tokenization_kimi_k3 import KimiK3Tokenizer
 
 
 def step_with(optimiser_class, weight, grads, **options):
@@ -107,10 +127,113 @@ def test_quantile_balance_equalises_skewed_loads():
 
 
 def test_windows_are_runs_of_the_text():
-    ids = torch.arange(100, 200)
-    batch, cu_seqlens = next(packed_windows(ids, 8, 5, torch.Generator().manual_seed(0)))
-    assert batch.shape == (1, 40) and cu_seqlens.dtype == torch.int32
-    assert cu_seqlens.tolist() == [0, 8, 16, 24, 32, 40]
-    windows = batch.view(5, 8)
+    windows = random_windows(torch.arange(100, 200), 8, 5, torch.Generator().manual_seed(0)).view(5, 8)
     assert torch.equal(windows, windows[:, :1] + torch.arange(8))
     assert len(set(windows[:, 0].tolist())) > 1
+    with pytest.raises(ValueError, match=r"seq_len \(8\)"):
+        random_windows(torch.arange(7), 8, 1, torch.Generator())
+
+
+def test_the_last_sequence_may_be_short():
+    assert even_boundaries(20, 8).tolist() == [0, 8, 16, 20] and even_boundaries(16, 8).tolist() == [0, 8, 16]
+    assert even_boundaries(16, 8).dtype == torch.int32
+
+
+def plays_made_up(seed):
+    words = ["thou", "art", "a", "king", "of", "night", "and", "day", "who", "knows", "no", "rest"]
+    draw = random.Random(seed)
+    speech = "**{}**  \n{}\n\n"
+    return "### SCENE I\n\n" + "".join(speech.format(name, " ".join(draw.choices(words, k=9))) for name in "ABCD" * 9)
+
+
+@pytest.fixture
+def train(monkeypatch):
+    """The recipe on a few made-up scenes: two sequences a step, a checkpoint every second step."""
+    plays = ({f"play {i}": plays_made_up(i) for i in range(4)}, {"held out": plays_made_up(9)})
+    monkeypatch.setattr(train_demo, "load_plays", lambda: plays)
+    monkeypatch.setattr(train_demo, "CHECKPOINT_EVERY", 2)
+
+    def run(out, steps, *more):
+        arguments = ["--steps", str(steps), "--seq-len", "32", "--batch-tokens", "64", "--out", str(out), *more]
+        monkeypatch.setattr("sys.argv", ["train_demo.py", *arguments])
+        train_demo.main()
+
+    return run
+
+
+def test_training_learns_and_saves_a_model_of_its_size(train, tmp_path, capsys):
+    train(tmp_path, 20)
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    # Untrained it pays log2(1280) bits a token, 2.4 bytes.
+    assert report["held_out_bits_per_byte_stored"] < 3
+    assert abs(report["held_out_bits_per_byte_stored"] - report["held_out_bits_per_byte_float32"]) < 0.2
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 8_000_000
+    model = KimiK3ForCausalLM.from_pretrained(tmp_path, progress=False)
+    assert model.model.layers["1"].block_sparse_moe.experts.w1_packed.dtype == torch.uint8
+    bias = model.model.layers["1"].block_sparse_moe.gate.e_score_correction_bias
+    assert bias.abs().max() > 0 and abs(float(bias.mean())) < 1e-6
+    assert KimiK3Tokenizer.from_pretrained(tmp_path).vocab_size == model.config.text_config.vocab_size
+
+
+def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(train, tmp_path, monkeypatch):
+    train(tmp_path / "whole", 4)
+    schedule = learning_rate_factor
+
+    def stop_in_the_fourth_step(step, num_steps):
+        if step == 3:
+            raise KeyboardInterrupt
+        return schedule(step, num_steps)
+
+    monkeypatch.setattr(train_demo, "learning_rate_factor", stop_in_the_fourth_step)
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "stopped", 4)
+    monkeypatch.setattr(train_demo, "learning_rate_factor", schedule)
+    train(tmp_path / "stopped", 4, "--resume", str(tmp_path / "stopped" / "training.pt"))
+    whole, stopped = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "stopped"))
+    assert whole == stopped
+
+
+def test_rounded_experts_are_themselves_again():
+    model = KimiK3ForCausalLM(KimiK3Config.tiny())
+    before = {name: param.clone() for name, param in model.named_parameters()}
+    with rounded_experts(model):
+        changed = {name for name, param in model.named_parameters() if not torch.equal(param, before[name])}
+        assert changed == {name for name in before if ".experts." in name}
+        w1 = model.model.layers["1"].block_sparse_moe.experts.w1
+        assert torch.equal(w1, mxfp4_dequantize(*mxfp4_quantize(w1), torch.float32))
+    assert all(torch.equal(param, before[name]) for name, param in model.named_parameters())
+
+
+def test_every_parameter_but_the_routers_bias_has_one_optimiser():
+    model = KimiK3ForCausalLM(KimiK3Config.tiny())
+    muon, adamw = make_optimisers(model)
+    names = {id(param): name for name, param in model.named_parameters()}
+    by_muon = {names[id(param)]: group["num_heads"] for group in muon.param_groups for param in group["params"]}
+    by_adamw = {names[id(param)] for group in adamw.param_groups for param in group["params"]}
+    assert not by_adamw & set(by_muon)
+    left = set(names.values()) - by_adamw - set(by_muon)
+    assert left and all(name.endswith("e_score_correction_bias") for name in left)
+    assert by_muon["model.layers.0.self_attn.q_proj.weight"] == 5  # KDA has 5 heads in this configuration, MLA 6
+    assert by_muon["model.layers.3.self_attn.kv_b_proj.weight"] == 6
+    assert by_muon["model.layers.0.self_attn.o_proj.weight"] == 1
+    assert by_muon["model.layers.1.block_sparse_moe.experts.w2"] == 1
+    assert {"model.embed_tokens.weight", "lm_head.weight", "model.layers.0.self_attn.q_conv1d.weight"} <= by_adamw
+
+
+def test_held_out_bits_count_every_token_once():
+    tokenizer = KimiK3Tokenizer.from_pretrained(train_demo.DEMO)
+    model = KimiK3ForCausalLM(train_demo.demo_config(tokenizer))
+    with torch.no_grad():
+        model.lm_head.weight.zero_()  # every token costs log2(vocabulary) bits
+    text = "To be, or not to be, that is the question. " * 9
+    bits = held_out_bits(model, {"a": text, "b": text + "Aye."}, tokenizer, seq_len=16)
+    tokens = len(tokenizer.encode(text)) + len(tokenizer.encode(text + "Aye."))
+    assert bits == pytest.approx(tokens * math.log2(tokenizer.vocab_size) / (2 * len(text) + 4), rel=1e-5)
+
+
+def test_conversations_alternate_and_carry_no_markdown():
+    tokenizer = KimiK3Tokenizer.from_pretrained(train_demo.DEMO)
+    text = tokenizer.decode(encode_conversations([plays_made_up(0)], tokenizer, seed=0).tolist())
+    roles = re.findall('role="(user|assistant)"', text)
+    assert len(roles) >= 2 and roles == ["user", "assistant"] * (len(roles) // 2)
+    assert "**" not in text and "  " not in text

@@ -218,8 +218,8 @@ def made_up_encoder_source(bodies):
     return "\n".join(
         [
             "raise RuntimeError('never executed')",
-            f"def effort_message(effort): return f\"{escaped}{{effort}}{after}\"",
-            f"def tools_message(tools): return f\"{tools}{{dump(tools)}}\\n```\"",
+            f'def effort_message(effort): return f"{escaped}{{effort}}{after}"',
+            f'def tools_message(tools): return f"{tools}{{dump(tools)}}\\n```"',
             f"DYNAMIC = {bodies['dynamic_tools_prefix']!r} + dump(tools) + '\\n```'",
             f"CHOICE = {{'required': {bodies['tool_choice_required']!r},",
             f"          'none': '  ' {bodies['tool_choice_none']!r} '\\n'}}",
@@ -362,6 +362,11 @@ def test_tool_result_index_restarts_after_each_assistant_turn(small):
     prompt = small.decode(small.encode_chat(messages).ids)
     for name, index in (("f", 1), ("h", 2), ("g", 1)):
         assert f'role="tool" tool="{name}" index="{index}"' in prompt
+
+
+def test_argument_json_keeps_characters_and_spaces(small):
+    prompt = small.decode(small.encode_chat([assistant("", [call("f", {"é": ["中", {"b": 1, "a": None}]})])]).ids)
+    assert '<|open|>argument key="é" type="array"<|sep|>["中", {"b": 1, "a": null}]<|close|>argument' in prompt
 
 
 def test_arguments_that_are_no_object_stay_text(small):

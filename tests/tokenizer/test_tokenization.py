@@ -41,7 +41,7 @@ TEXTS = (
     "\U0001f469\u200d\U0001f469\u200d\U0001f467\u200d\U0001f466 and \U0001f3f3\ufe0f\u200d\U0001f308 joined \U0001f600",
     "안녕하세요, 반갑습니다. 오늘 날씨가 참 좋네요.",
     "tabs\t\tand\r\nlines\n\n\n   end   ",
-    "<|open|>message role=\"system\"<|sep|>[EOS][PAD]<|end_of_msg|>",
+    '<|open|>message role="system"<|sep|>[EOS][PAD]<|end_of_msg|>',
 )
 
 
@@ -221,10 +221,12 @@ def test_from_the_hub_cache(golden, tmp_path):
         shutil.copy(golden / "vision" / name, repo / "snapshots" / commit)
     tokenizer = KimiK3Tokenizer.from_pretrained("someone/small-k3", cache_dir=tmp_path, local_files_only=True)
     assert tokenizer.vocab_size == 384 and tokenizer.token_to_id("<|media_pad|>") == 277
+    with pytest.raises(FileNotFoundError, match=r"someone/other: .* not in the cache"):
+        KimiK3Tokenizer.from_pretrained("someone/other", cache_dir=tmp_path, local_files_only=True)
 
 
 def test_from_pretrained_names_what_is_missing(golden, tmp_path):
-    with pytest.raises(ValueError, match="existing folder or a Hub id"):
+    with pytest.raises(FileNotFoundError, match="nowhere: no such folder"):
         KimiK3Tokenizer.from_pretrained(tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"has no tiktoken\.model"):
         KimiK3Tokenizer.from_pretrained(tmp_path)

@@ -1,0 +1,359 @@
+"""Checkpoints in the released layout, streamed in and out: never a second copy of the model.
+
+Loading builds the model on the meta device, checks names, sizes, shapes and dtypes of everything it is about to read, and
+then fills one parameter after another from plain file reads. What a tensor is, is decided by what the shards hold.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from kimi_k3_kernels import mxfp4_dequantize
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from kimi_k3.configuration_kimi_k3 import KimiK3Config
+from kimi_k3.hub import COMPANION_FILES, HubOptions, push_to_hub, resolve_file, resolve_files
+from kimi_k3.inventory import (
+    CheckpointSource,
+    check_stored,
+    check_values,
+    find_index,
+    packed_layers_of,
+    read_headers,
+    signature_of,
+    some_of,
+)
+from kimi_k3.layers.moe import KimiK3Experts
+from kimi_k3.preflight import available_memory, check_memory
+from kimi_k3.saving import save_pretrained
+from kimi_k3.shards import DTYPES, CheckpointError, ShardReader, StoredTensor
+from kimi_k3.tensor_layout import (
+    VISION_PREFIXES,
+    TensorSpec,
+    expected_tensors,
+    file_name_of,
+    is_expert_stack,
+    is_in_stage,
+    module_name_of,
+    released_dtype,
+)
+
+logger = logging.getLogger("kimi_k3")
+
+Model = TypeVar("Model", bound=nn.Module)
+FLOAT_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
+
+
+class LoadPart(NamedTuple):
+    """One read: into all of a module tensor, or into one expert's slice of it."""
+
+    module_name: str
+    expert: int | None
+    stored: StoredTensor
+    scale: StoredTensor | None = None  # of packed bytes that are decoded on the way
+
+
+def load_pretrained(
+    cls: type[Model],
+    path_or_repo: str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device | None = None,
+    device_map: str | dict[str, Any] | None = None,
+    mesh: Any = None,
+    experts: str = "mxfp4",
+    trunk: str | None = None,
+    layers: range | None = None,
+    revision: str | None = None,
+    cache_dir: str | Path | None = None,
+    token: str | bool | None = None,
+    local_files_only: bool = False,
+    verify: str | None = "size",
+    progress: bool = True,
+) -> Model:
+    """Open a checkpoint from a folder or a Hub repository.
+
+    Args:
+        cls: KimiK3ForCausalLM or KimiK3ForConditionalGeneration. What a text class does not hold (vision) is remembered,
+            and streamed from the source on save.
+        dtype: "auto" keeps the stored dtypes. torch.bfloat16 does so for the tensors that the release keeps in float32;
+            torch.float32 and torch.float64 convert everything (but packed experts).
+        device: of all parameters; default: torch's default device.
+        device_map: "auto" or module name -> device, "cpu" or "disk", through accelerate; what is on "disk" is read from
+            the checkpoint's own shards when its layer runs.
+        experts: "mxfp4" keeps packed bytes. A layer that is stored with plain experts stays plain, and a warning says so.
+            "dequantized" gives plain experts everywhere: bfloat16 with "auto", else in `dtype`.
+        trunk: "int8" quantises the linear layers outside experts, router and head (torchao, weight only): lossy.
+        layers: a contiguous range of layers (from 0), reading only their shards; the embedding comes with layer 0, final
+            norms and head with the last. Such a model cannot be saved.
+        revision, cache_dir, token, local_files_only: for the Hub, as in huggingface_hub.
+        verify: "size" compares file sizes with headers and the index; "sha256" also hashes every shard against the Hub's
+            metadata, the names of the Hub's cache or a SHA256SUMS file; None leaves out the index's total.
+        progress: show a progress bar on a terminal (never with HF_HUB_DISABLE_PROGRESS_BARS).
+
+    Raises:
+        InsufficientResources: before anything is downloaded or read that cannot fit.
+        CheckpointError (a ValueError): file and tensor that are missing, unexpected, doubled, truncated or wrong.
+        FileNotFoundError: no such folder, repository or file.
+        ValueError: an argument that is none of the above; NotImplementedError: `mesh`.
+    """
+    _check_options(dtype, mesh, experts, trunk, verify, device, device_map)
+    hub = HubOptions(revision, cache_dir, token, local_files_only)
+    config = KimiK3Config.from_pretrained(path_or_repo, **hub._asdict())
+    text = config.text_config
+    layers = range(text.num_hidden_layers) if layers is None else layers
+    target = torch.get_default_device() if device is None else torch.device(device)
+
+    if device_map is None:  # a first look, from the config alone: no index, no download
+        packed = config.quantization_config is not None and experts == "mxfp4"
+        outline = {n: s for n, s in expected_tensors(config, packed).items() if not n.startswith(VISION_PREFIXES)}
+        check_memory(config, outline, {n: _loaded_dtype(n, s.dtype, dtype) for n, s in outline.items()}, layers, target)
+
+    index = find_index(path_or_repo, hub)
+    packed_layers = packed_layers_of(index)
+    _report_disagreement(config, packed_layers)
+    model = _meta_model(cls, config, experts, packed_layers, layers)
+    needed, carried = _select_tensors(model, config, index.weight_map, layers)
+
+    shards = {index.weight_map[name] for name in (*needed, *carried)}
+    folder = resolve_files(path_or_repo, shards | set(COMPANION_FILES), hub)
+    stored = read_headers(folder, index, shards, is_whole=len(shards) == len(set(index.weight_map.values())), verify=verify)
+    _check_tensors(model, config, {name: stored[name] for name in (*needed, *carried)})
+    if verify == "sha256":
+        from kimi_k3.verification import check_sha256
+
+        check_sha256(path_or_repo, folder, sorted(shards), hub)
+    source = CheckpointSource(
+        folder, {name: stored[name] for name in (*needed, *carried)}, tuple(carried),
+        {folder / shard: signature_of(folder / shard) for shard in shards},
+    )  # fmt: skip
+    parts = _parts(model, needed, stored)
+    plan = _planned_tensors(model, parts, dtype)
+
+    if device_map is not None:
+        from kimi_k3.offload import load_dispatched
+
+        load_dispatched(model, device_map, parts, plan, progress)
+    else:
+        check_memory(config, plan, {name: spec.dtype for name, spec in plan.items()}, layers, target)
+        load_parts(model, parts, plan, target, progress)
+    _assert_complete(model, allow_meta=device_map is not None)
+    model.checkpoint_source = source  # type: ignore[assignment]
+    if trunk == "int8":
+        from kimi_k3.quantization import quantize_trunk_int8_
+
+        quantize_trunk_int8_(model)
+    return model.eval()
+
+
+def _check_options(
+    dtype: str | torch.dtype, mesh: Any, experts: str, trunk: str | None, verify: str | None,
+    device: str | torch.device | None, device_map: str | dict[str, Any] | None,
+) -> None:  # fmt: skip
+    if mesh is not None:
+        raise NotImplementedError("from_pretrained: mesh: loading onto a device mesh is not built yet")
+    if dtype != "auto" and dtype not in FLOAT_DTYPES:
+        raise ValueError(f"from_pretrained: dtype: want 'auto' or one of {FLOAT_DTYPES}, got {dtype!r}")
+    for name, given, allowed in (
+        ("experts", experts, ("mxfp4", "dequantized")),
+        ("trunk", trunk, (None, "int8")),
+        ("verify", verify, ("size", "sha256", None)),
+    ):
+        if given not in allowed:
+            raise ValueError(f"from_pretrained: {name}: want one of {allowed}, got {given!r}")
+    if device is not None and device_map is not None:
+        raise ValueError(f"from_pretrained: want device or device_map, got device={device!r} and device_map={device_map!r}")
+    if trunk is not None and device_map is not None:
+        raise ValueError("from_pretrained: want trunk or device_map: offloaded weights stay as they are stored")
+
+
+def _loaded_dtype(module_name: str, stored: torch.dtype, dtype: str | torch.dtype) -> torch.dtype:
+    if stored == torch.uint8 or dtype == "auto":
+        return stored
+    assert isinstance(dtype, torch.dtype)
+    if dtype == torch.bfloat16 and released_dtype(module_name) == torch.float32:
+        return torch.float32
+    return dtype
+
+
+def _report_disagreement(config: KimiK3Config, packed_layers: dict[int, bool]) -> None:
+    quantization = config.quantization_config
+    packed = [layer for layer, is_packed in packed_layers.items() if is_packed]
+    plain = [layer for layer, is_packed in packed_layers.items() if not is_packed]
+    if quantization is None and packed:
+        logger.warning("config.json has no quantization_config, but the shards hold MXFP4 experts; loaded as packed")
+    if quantization is not None and plain:
+        logger.warning("config.json says MXFP4, but the shards hold plain experts in layers %s; loaded as plain", plain)
+    for pattern in [] if quantization is None else quantization.get("ignore", []):
+        if not pattern.startswith("re:"):
+            continue
+        hit = [n for n in packed if re.match(pattern[3:], file_name_of(f"model.layers.{n}.block_sparse_moe.experts.w1", 0))]
+        if hit:
+            logger.warning("config.json ignores %r, but the shards hold packed experts there (layers %s)", pattern, hit)
+
+
+class _NoDraws(TorchFunctionMode):
+    """Leaves random fills out: on meta tensors they do nothing but import torch's compiler, for seconds."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in ("normal_", "uniform_"):
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **(kwargs or {}))
+
+
+def _meta_model(
+    cls: type[Model], config: KimiK3Config, experts: str, packed_layers: dict[int, bool], layers: range
+) -> Model:
+    keeps_packed = experts == "mxfp4" and any(packed_layers.get(layer, False) for layer in layers)
+    with torch.device("meta"), _NoDraws():
+        model = cls(config, experts="mxfp4" if keeps_packed else "dequantized", layers=layers)  # type: ignore[call-arg]
+        plain = [layer for layer in layers if not packed_layers.get(layer, True)]
+        if experts == "mxfp4" and plain:
+            logger.warning("experts='mxfp4' was asked for, but layers %s are stored with plain experts and stay so", plain)
+        for layer in plain if keeps_packed else []:
+            block = model.get_submodule(f"model.layers.{layer}.block_sparse_moe")
+            block.experts = KimiK3Experts(config.text_config, packed=False)
+    return model
+
+
+def _stored_stacks(module_name: str, weight_map: dict[str, str]) -> tuple[str, ...]:
+    """The stacks that the shards hold for a module's stack of experts: itself, or the codes and scales it decodes from."""
+    if module_name.endswith(("_packed", "_scale")) or file_name_of(f"{module_name}_packed", 0) not in weight_map:
+        return (module_name,)
+    return f"{module_name}_packed", f"{module_name}_scale"
+
+
+def _select_tensors(
+    model: nn.Module, config: KimiK3Config, weight_map: dict[str, str], layers: range
+) -> tuple[list[str], list[str]]:
+    """File names that the model needs, and those it only carries. Everything else must belong to other layers."""
+    num_experts, num_layers = config.text_config.num_experts, config.text_config.num_hidden_layers
+    needed: list[str] = []
+    for module_name, _ in model.named_parameters():
+        if is_expert_stack(module_name):
+            stacks = _stored_stacks(module_name, weight_map)
+            needed += [file_name_of(stack, e) for e in range(num_experts) for stack in stacks]
+        else:
+            needed.append(file_name_of(module_name))
+    missing = [name for name in needed if name not in weight_map]
+    if missing:
+        raise CheckpointError(f"missing from the checkpoint's index: {some_of(missing)}")
+
+    known = expected_tensors(config, packed=True).keys() | expected_tensors(config, packed=False).keys()
+    wanted, carried, unexpected = set(needed), [], []
+    for name in weight_map:
+        if name in wanted:
+            continue
+        module_name, expert = module_name_of(name)
+        is_known = module_name in known and is_expert_stack(module_name) == (expert is not None)
+        is_known = is_known and (expert is None or expert < num_experts) and file_name_of(module_name, expert) == name
+        if is_known and module_name.startswith(VISION_PREFIXES):
+            if layers == range(num_layers):
+                carried.append(name)
+        elif not is_known or is_in_stage(module_name, layers, num_layers):
+            unexpected.append(f"{name} ({weight_map[name]})")
+    if unexpected:
+        raise CheckpointError(f"unexpected in the checkpoint's index, no part of this model: {some_of(unexpected)}")
+    return needed, carried
+
+
+def _check_tensors(model: nn.Module, config: KimiK3Config, stored: dict[str, StoredTensor]) -> None:
+    expected = expected_tensors(config, packed=True) | expected_tensors(config, packed=False)
+    for name, tensor in stored.items():
+        module_name, expert = module_name_of(name)
+        spec = expected[module_name]
+        shape = spec.shape if expert is None else spec.shape[1:]
+        check_stored(tensor, shape, spec.dtype, module_name, config.text_config.kda_num_heads)
+
+
+def _parts(model: nn.Module, needed: list[str], stored: dict[str, StoredTensor]) -> list[LoadPart]:
+    """The reads that fill the model, in file order."""
+    held = dict(model.named_parameters())
+    parts = []
+    for name in needed:
+        module_name, expert = module_name_of(name)
+        if module_name in held:
+            parts.append(LoadPart(module_name, expert, stored[name]))
+        elif module_name.endswith("_packed"):
+            scale = file_name_of(module_name.removesuffix("_packed") + "_scale", expert)
+            parts.append(LoadPart(module_name.removesuffix("_packed"), expert, stored[name], stored[scale]))
+    return sorted(parts, key=lambda part: (part.stored.file, part.stored.start))
+
+
+def _planned_tensors(model: nn.Module, parts: list[LoadPart], dtype: str | torch.dtype) -> dict[str, TensorSpec]:
+    """The shape and dtype that each parameter will have."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    plan = {}
+    for part in parts:
+        if part.module_name in plan:
+            continue
+        plain = DTYPES[part.stored.dtype] if part.scale is None else torch.bfloat16
+        shape = part.stored.shape if part.expert is None else shapes[part.module_name]
+        plan[part.module_name] = TensorSpec(shape, _loaded_dtype(part.module_name, plain, dtype))
+    return plan
+
+
+def read_part(reader: ShardReader, part: LoadPart, destination: Tensor, a_log_heads: int) -> None:
+    """Read one part into its tensor (or its expert's slice of it), decoding if it has a scale, and check its values."""
+    if part.scale is not None:
+        packed, scale = reader.read(part.stored), reader.read(part.scale)
+        check_values(part.scale, f"{part.module_name}_scale", scale, a_log_heads)
+        destination.copy_(mxfp4_dequantize(packed, scale, destination.dtype))
+        return
+    reader.read_into(part.stored, destination)
+    check_values(part.stored, part.module_name, destination, a_log_heads)
+
+
+def set_parameter(model: nn.Module, name: str, tensor: Tensor) -> None:
+    owner_name, _, leaf = name.rpartition(".")
+    owner = model.get_submodule(owner_name)
+    owner.register_parameter(leaf, nn.Parameter(tensor, requires_grad=owner.get_parameter(leaf).requires_grad))
+
+
+def _is_cache_to_be_dropped(parts: list[LoadPart]) -> bool:
+    """Page cache is worth keeping, for the next load, only if files and model fit side by side."""
+    return 2 * sum(part.stored.num_bytes for part in parts) > available_memory(torch.device("cpu"))
+
+
+@torch.no_grad()
+def load_parts(
+    model: nn.Module, parts: list[LoadPart], plan: dict[str, TensorSpec], device: torch.device, progress: bool
+) -> None:
+    """Give the planned parameters memory on a device and fill them, shard by shard."""
+    from huggingface_hub.utils import tqdm
+
+    heads = model.config.text_config.kda_num_heads  # type: ignore[union-attr]
+    filled: dict[str, Tensor] = {}
+    total = sum(part.stored.num_bytes for part in parts)
+    bar = tqdm(total=total, unit="B", unit_scale=True, desc="Loading", disable=None if progress else True)
+    with bar, ShardReader(drop_cache=_is_cache_to_be_dropped(parts)) as reader:
+        for part in parts:
+            tensor = filled.get(part.module_name)
+            if tensor is None:
+                spec = plan[part.module_name]
+                tensor = filled[part.module_name] = torch.empty(spec.shape, dtype=spec.dtype, device=device)
+            read_part(reader, part, tensor if part.expert is None else tensor[part.expert], heads)
+            bar.update(part.stored.num_bytes)
+    for name, tensor in filled.items():
+        set_parameter(model, name, tensor)
+
+
+def _assert_complete(model: nn.Module, allow_meta: bool) -> None:
+    named = [*model.named_parameters(), *model.named_buffers()]
+    left = [name for name, tensor in named if tensor.is_meta]
+    assert allow_meta or not left, f"no values for {left}"
+
+
+__all__ = [
+    "CheckpointError",
+    "load_pretrained",
+    "push_to_hub",
+    "resolve_file",
+    "resolve_files",
+    "save_pretrained",
+]

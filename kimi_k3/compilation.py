@@ -1,0 +1,40 @@
+"""What torch.compile is told of the layers, so that a few graphs serve every length, batch and depth."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.fx.experimental._config as symbolic_shape_config
+from torch import Tensor
+
+from kimi_k3.cache import PackedBatch
+
+# Four kinds of layer times the graphs of each: torch's own limit of 8 counts all kinds together.
+RECOMPILE_LIMIT = 32
+
+
+@contextmanager
+def symbolic_shapes() -> Iterator[None]:
+    """Compile sizes that happen to be equal at first (3 tokens, 3 blocks) as the different sizes that they are."""
+    dynamo = torch._dynamo.config
+    limit = max(dynamo.recompile_limit, RECOMPILE_LIMIT)
+    with symbolic_shape_config.patch(use_duck_shape=False), dynamo.patch(recompile_limit=limit):
+        yield
+
+
+def mark_dynamic_sizes(
+    running_sum: Tensor, bank: Tensor, depth: Tensor, batch: PackedBatch, pools: tuple[Tensor, ...]
+) -> None:
+    """Name the sizes that vary between calls of one layer: tokens, sequences, blocks and slots."""
+    mark = torch._dynamo.maybe_mark_dynamic
+    mark(running_sum, 0)
+    mark(bank, 1)
+    for per_sequence in batch[:5]:
+        mark(per_sequence, 0)
+    mark(batch.block_tables, [0, 1])
+    if batch.latent_rows is not None:
+        mark(batch.latent_rows, 0)
+    for pool in pools:
+        mark(pool, 0)

@@ -1,0 +1,81 @@
+"""torchao at the edges: packed experts in and out of MXTensor, and the trunk in int8."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from kimi_k3.configuration_kimi_k3 import MXFP4_GROUP
+
+if TYPE_CHECKING:
+    from torchao.prototype.mx_formats.mx_tensor import MXTensor
+
+logger = logging.getLogger("kimi_k3")
+
+# Left as they are: weights that the layers read directly (kv_b_proj, AttnRes), the decay and write gates of KDA, whose
+# errors a recurrence accumulates, and the head.
+_KEPT = ("kv_b_proj", "self_attention_res_proj", "mlp_res_proj", "output_attn_res_proj", "f_a_proj", "f_b_proj", "b_proj",
+         "lm_head")  # fmt: skip
+
+
+def experts_to_mxtensor(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfloat16) -> MXTensor:
+    """View packed experts as torchao's MXTensor: the same memory, exact.
+
+    Args:
+        packed: [.., out, in / 2] uint8, element 2j in the low nibble.     scale: [.., out, in / 32] uint8, E8M0.
+        dtype: the high-precision dtype that the result stands for.
+    Raises: ValueError if shapes or dtypes disagree.
+    """
+    from torchao.prototype.mx_formats.mx_tensor import MXTensor
+
+    groups = (*packed.shape[:-1], packed.shape[-1] * 2 // MXFP4_GROUP)
+    if packed.dtype != torch.uint8 or scale.dtype != torch.uint8 or tuple(scale.shape) != groups:
+        raise ValueError(
+            f"experts_to_mxtensor: want uint8 codes [.., out, in / 2] and scales [.., out, in / {MXFP4_GROUP}], got "
+            f"{packed.dtype} {list(packed.shape)} and {scale.dtype} {list(scale.shape)}"
+        )
+    exponents = scale.view(torch.float8_e8m0fnu)
+    return MXTensor(packed, exponents, torch.float4_e2m1fn_x2, MXFP4_GROUP, dtype, None, None, False)
+
+
+def experts_from_mxtensor(tensor: MXTensor) -> tuple[Tensor, Tensor]:
+    """Codes [.., out, in / 2] and scales [.., out, in / 32], uint8, of an MXTensor in MXFP4: its own memory, exact.
+
+    Raises: ValueError for another element type or group size, or swizzled scales.
+    """
+    if (
+        tensor.elem_dtype != torch.float4_e2m1fn_x2
+        or tensor.block_size != MXFP4_GROUP
+        or tensor.is_swizzled_scales
+    ):
+        raise ValueError(
+            f"experts_from_mxtensor: want float4_e2m1fn_x2 in groups of {MXFP4_GROUP} with plain scales, got "
+            f"{tensor.elem_dtype} in groups of {tensor.block_size}, swizzled: {tensor.is_swizzled_scales}"
+        )
+    return tensor.qdata.view(torch.uint8), tensor.scale.view(torch.uint8)
+
+
+def quantize_trunk_int8_(model: nn.Module) -> None:
+    """Quantise the linear layers outside experts, router and head to int8, weight only, in place. Lossy.
+
+    Each output channel gets one scale (torchao's Int8WeightOnlyConfig). Decides a model's quality only measurably: compare
+    the perplexity of both on your own text. Such a model cannot be saved.
+    """
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    chosen = []
+
+    def is_trunk(module: nn.Module, name: str) -> bool:
+        hit = isinstance(module, nn.Linear) and name.rpartition(".")[2] not in _KEPT
+        hit = hit and not name.startswith(("vision_tower.", "mm_projector."))
+        if hit:
+            chosen.append(name)
+        return hit
+
+    config: Any = Int8WeightOnlyConfig()
+    quantize_(model, config, filter_fn=is_trunk)
+    model.lossy_trunk = "int8"  # type: ignore[assignment]
+    logger.warning("trunk='int8' is lossy: %d linear layers now have int8 weights, and this model cannot be saved", len(chosen))

@@ -31,7 +31,7 @@ from kimi_k3.inventory import (
 from kimi_k3.layers.moe import KimiK3Experts
 from kimi_k3.preflight import available_memory, check_memory
 from kimi_k3.saving import save_pretrained
-from kimi_k3.shards import DTYPES, CheckpointError, ShardReader, StoredTensor
+from kimi_k3.shards import DTYPES, INDEX_FILE, SINGLE_FILE, CheckpointError, ShardReader, StoredTensor
 from kimi_k3.tensor_layout import (
     VISION_PREFIXES,
     TensorSpec,
@@ -39,6 +39,7 @@ from kimi_k3.tensor_layout import (
     file_name_of,
     is_expert_stack,
     is_in_stage,
+    layer_of,
     module_name_of,
     released_dtype,
 )
@@ -118,7 +119,8 @@ def load_pretrained(
     packed_layers = packed_layers_of(index)
     _report_disagreement(config, packed_layers)
     model = _meta_model(cls, config, experts, packed_layers, layers)
-    needed, carried = _select_tensors(model, config, index.weight_map, layers)
+    where = f"{path_or_repo}: {SINGLE_FILE if set(index.weight_map.values()) == {SINGLE_FILE} else INDEX_FILE}"
+    needed, carried = _select_tensors(model, config, index.weight_map, packed_layers, layers, where)
 
     shards = {index.weight_map[name] for name in (*needed, *carried)}
     folder = resolve_files(path_or_repo, shards | set(COMPANION_FILES), hub)
@@ -221,29 +223,30 @@ def _meta_model(
     return model
 
 
-def _stored_stacks(module_name: str, weight_map: dict[str, str]) -> tuple[str, ...]:
-    """The stacks that the shards hold for a module's stack of experts: itself, or the codes and scales it decodes from."""
-    if module_name.endswith(("_packed", "_scale")) or file_name_of(f"{module_name}_packed", 0) not in weight_map:
-        return (module_name,)
-    return f"{module_name}_packed", f"{module_name}_scale"
+def _needed_names(model: nn.Module, num_experts: int, packed_layers: dict[int, bool]) -> list[str]:
+    """The file names that fill the model's parameters; plain experts of a packed layer are filled by codes and scales."""
+    needed: list[str] = []
+    for module_name, _ in model.named_parameters():
+        if not is_expert_stack(module_name):
+            needed.append(file_name_of(module_name))
+            continue
+        is_decoded = not module_name.endswith(("_packed", "_scale")) and packed_layers.get(layer_of(module_name) or 0, False)
+        stacks = (f"{module_name}_packed", f"{module_name}_scale") if is_decoded else (module_name,)
+        needed += [file_name_of(stack, expert) for expert in range(num_experts) for stack in stacks]
+    return needed
 
 
 def _select_tensors(
-    model: nn.Module, config: KimiK3Config, weight_map: dict[str, str], layers: range
+    model: nn.Module,
+    config: KimiK3Config,
+    weight_map: dict[str, str],
+    packed_layers: dict[int, bool],
+    layers: range,
+    where: str,
 ) -> tuple[list[str], list[str]]:
     """File names that the model needs, and those it only carries. Everything else must belong to other layers."""
     num_experts, num_layers = config.text_config.num_experts, config.text_config.num_hidden_layers
-    needed: list[str] = []
-    for module_name, _ in model.named_parameters():
-        if is_expert_stack(module_name):
-            stacks = _stored_stacks(module_name, weight_map)
-            needed += [file_name_of(stack, e) for e in range(num_experts) for stack in stacks]
-        else:
-            needed.append(file_name_of(module_name))
-    missing = [name for name in needed if name not in weight_map]
-    if missing:
-        raise CheckpointError(f"missing from the checkpoint's index: {some_of(missing)}")
-
+    needed = _needed_names(model, num_experts, packed_layers)
     known = expected_tensors(config, packed=True).keys() | expected_tensors(config, packed=False).keys()
     wanted, carried, unexpected = set(needed), [], []
     for name in weight_map:
@@ -256,9 +259,14 @@ def _select_tensors(
             if layers == range(num_layers):
                 carried.append(name)
         elif not is_known or is_in_stage(module_name, layers, num_layers):
-            unexpected.append(f"{name} ({weight_map[name]})")
-    if unexpected:
-        raise CheckpointError(f"unexpected in the checkpoint's index, no part of this model: {some_of(unexpected)}")
+            unexpected.append(f"{name} (in {weight_map[name]})")
+    missing = [name for name in needed if name not in weight_map]
+    if carried:
+        missing += [name for name in known if name.startswith(VISION_PREFIXES) and name not in weight_map]
+    problems = [f"missing {some_of(missing)}"] if missing else []
+    problems += [f"unexpected, no part of this model: {some_of(unexpected)}"] if unexpected else []
+    if problems:
+        raise CheckpointError(f"{where}: {'; '.join(problems)}")
     return needed, carried
 
 

@@ -32,11 +32,10 @@ from kimi_k3.saving import save_pretrained
 from kimi_k3.tokenization_kimi_k3 import KimiK3Tokenizer
 
 DEMO = Path(__file__).parents[1] / "kimi_k3" / "demo"
-MUON_LR, ADAMW_LR = 4e-3, 4e-3
+MUON_LR, ADAMW_LR = 1e-2, 6e-3
 # The last steps see the experts as MXFP4 will store them, so that the rounding costs less.
 ROUNDED_SHARE = 0.15
 CHECKPOINT_EVERY = 100  # steps
-CHAT_SHARE = 16  # one window in so many is a conversation
 
 
 def demo_config(tokenizer: KimiK3Tokenizer) -> KimiK3Config:
@@ -188,7 +187,7 @@ def encode_conversations(plays: Iterable[str], tokenizer: KimiK3Tokenizer, seed:
             re.sub(r" +$", "", text, flags=re.M) for text in re.findall(r"^\*\*.+\*\* *\n((?:.+\n)+)", scene, re.M)
         ]
         start = draw.randrange(max(1, len(speeches) - 1))
-        turns = speeches[start : start + 2 * draw.randint(1, 6)]
+        turns = speeches[start : start + 2 * draw.randint(1, 3)]
         if len(turns) < 2:
             continue
         messages = [{"role": ("user", "assistant")[i % 2], "content": text.strip()} for i, text in enumerate(turns)]
@@ -268,8 +267,8 @@ def held_out_bits(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--seq-len", type=int, default=256, help="tokens of a training sequence")
+    parser.add_argument("--steps", type=int, default=900)
+    parser.add_argument("--seq-len", type=int, default=512, help="tokens of a training sequence")
     parser.add_argument("--batch-tokens", type=int, default=4096, help="tokens of an optimiser step")
     parser.add_argument(
         "--out", type=Path, default=Path("checkpoints/demo"), help="folder for the model and training.pt"
@@ -289,6 +288,7 @@ def main() -> None:
     tokenizer = KimiK3Tokenizer.from_pretrained(DEMO)
     train, held_out = load_plays()
     plays, chats = encode_plays(train.values(), tokenizer), encode_conversations(train.values(), tokenizer, args.seed)
+    text = torch.cat([plays, chats])
     model = KimiK3ForCausalLM(demo_config(tokenizer))
     optimisers = make_optimisers(model)
     routers = [module for module in model.modules() if isinstance(module, KimiK3Router)]
@@ -306,14 +306,10 @@ def main() -> None:
 
     args.out.mkdir(parents=True, exist_ok=True)
     num_windows = args.batch_tokens // args.seq_len
-    num_chats = math.ceil(num_windows / CHAT_SHARE)
     cu_seqlens = even_boundaries(args.batch_tokens, args.seq_len)
     for step in range(first_step, args.steps):
         started = time.perf_counter()
-        batch = torch.cat([
-            random_windows(plays, args.seq_len, num_windows - num_chats, generator),
-            random_windows(chats, args.seq_len, num_chats, generator),
-        ])[None]  # fmt: skip
+        batch = random_windows(text, args.seq_len, num_windows, generator)[None]
         factor = learning_rate_factor(step, args.steps)
         for optimiser, base in zip(optimisers, (MUON_LR, ADAMW_LR)):
             for group in optimiser.param_groups:

@@ -114,7 +114,7 @@ def _experts_forward(
         w1, w3, w2 = weights_of(slot, x.dtype)
         rows = x[places // experts_a_token]
         outputs[places] = _linear(situ(_linear(rows, w1), _linear(rows, w3), beta, linear_beta), w2)
-    weighted = outputs.view(*topk_ids.shape, -1).to(compute) * topk_weights.to(compute)[..., None]
+    weighted = outputs.view(*topk_ids.shape, x.shape[1]).to(compute) * topk_weights.to(compute)[..., None]
     return weighted.sum(1).to(x.dtype)
 
 

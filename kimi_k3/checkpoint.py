@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from kimi_k3_kernels import mxfp4_dequantize
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -43,6 +42,7 @@ from kimi_k3.tensor_layout import (
     module_name_of,
     released_dtype,
 )
+from kimi_k3_kernels import mxfp4_dequantize
 
 logger = logging.getLogger("kimi_k3")
 

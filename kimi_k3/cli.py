@@ -241,7 +241,7 @@ def _generate(args: argparse.Namespace) -> int:
 
 def _chat(args: argparse.Namespace) -> int:
     if sys.stdin.isatty():
-        import readline  # noqa: F401  gives input() a history and line editing
+        import readline
 
     model, tokenizer = _load(args)
     tokenizer.chat_parser()  # a vocabulary without chat markers is told now, not after the first question

@@ -20,7 +20,8 @@ def symbolic_shapes() -> Iterator[None]:
     """Compile sizes that happen to be equal at first (3 tokens, 3 blocks) as the different sizes that they are."""
     dynamo = torch._dynamo.config
     limit = max(dynamo.recompile_limit, RECOMPILE_LIMIT)
-    with symbolic_shape_config.patch(use_duck_shape=False), dynamo.patch(recompile_limit=limit):
+    patched = symbolic_shape_config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
+    with patched, dynamo.patch(recompile_limit=limit):
         yield
 
 

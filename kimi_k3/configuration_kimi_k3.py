@@ -52,7 +52,7 @@ class _ConfigPart:
         ]
         if missing:
             raise ValueError(f"config: {cls.__name__} needs the keys {missing}")
-        return cls(**known, extra=extra)
+        return cls(**known, extra=extra)  # type: ignore[call-arg]
 
     def to_dict(self) -> dict[str, Any]:
         out = {}
@@ -322,7 +322,9 @@ class KimiK3Config:
         hoisted = self.extra.get("quantization_config")
         if hoisted is not None:
             if text_config.quantization_config not in (None, hoisted):
-                raise ValueError("config: quantization_config stands at the top level and in text_config, and they differ")
+                raise ValueError(
+                    "config: quantization_config stands at the top level and in text_config, and they differ"
+                )
             dataclasses.replace(text_config, quantization_config=hoisted)  # checks it
         if vision_config is not None and vision_config.text_hidden_size != text_config.hidden_size:
             wanted = f"text_config.hidden_size ({text_config.hidden_size})"

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from kimi_k3_kernels import mxfp4_dequantize, mxfp4_quantize
 from torch import Tensor
 
 from kimi_k3.configuration_kimi_k3 import KimiK3Config
@@ -23,6 +22,7 @@ from kimi_k3.shards import (
     write_shards,
 )
 from kimi_k3.tensor_layout import expected_tensors, layer_of, module_name_of
+from kimi_k3_kernels import mxfp4_dequantize, mxfp4_quantize
 
 
 def convert(

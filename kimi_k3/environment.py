@@ -8,8 +8,9 @@ import platform
 import re
 from typing import Any
 
-import kimi_k3_kernels  # noqa: F401  registers the ops
 import torch
+
+import kimi_k3_kernels
 
 PACKAGES = ("kimi-k3", "torch", "torchao", "safetensors", "huggingface_hub", "accelerate", "tiktoken", "numpy")
 # Every variable of our own; none of them changes results.

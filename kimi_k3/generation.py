@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -64,12 +64,14 @@ def end_ids(model: KimiK3ForCausalLM, eos_token_id: int | Sequence[int] | None) 
     if eos_token_id is not None:
         return frozenset([eos_token_id] if isinstance(eos_token_id, int) else eos_token_id)
     generation = model.generation_config.get("eos_token_id", [])
-    return frozenset(model.config.eos_token_ids) | frozenset([generation] if isinstance(generation, int) else generation)
+    return frozenset(model.config.eos_token_ids) | frozenset(
+        [generation] if isinstance(generation, int) else generation
+    )
 
 
 def _next_logits(
     model: KimiK3ForCausalLM, input_ids: Tensor, attention_mask: Tensor | None, prefill_tokens: int, **inputs: Any
-) -> Iterator[Tensor]:
+) -> Generator[Tensor, Tensor, None]:
     """Logits [B, V] after the prompt, then, each time tokens [B] are sent, after those."""
     inputs_embeds, attention_mask = model.prompt_embeds(input_ids, attention_mask, **inputs)
     length = input_ids.shape[1] if inputs_embeds is None else inputs_embeds.shape[1]
@@ -83,7 +85,7 @@ def _next_logits(
             past_key_values=cache, logits_to_keep=1,
         )  # fmt: skip
     while True:
-        token_ids = yield out.logits[:, -1]  # type: ignore[misc]
+        token_ids = yield out.logits[:, -1]
         out = model(token_ids[:, None], past_key_values=cache, logits_to_keep=1)
 
 
@@ -122,7 +124,9 @@ def generate(
     """
     batch = input_ids.shape[0]
     if attention_mask is not None and attention_mask.shape == input_ids.shape and not bool(attention_mask[:, -1].all()):
-        raise ValueError("generate: want left padding (attention_mask 1 in the last column), got a row that ends in padding")
+        raise ValueError(
+            "generate: want left padding (attention_mask 1 in the last column), got a row that ends in padding"
+        )
     if stop and tokenizer is None:
         raise ValueError("generate: stop texts need tokenizer=")
     params = SamplingParams(max_new_tokens, temperature, top_p, top_k, min_p, stop=stop)
@@ -154,7 +158,7 @@ def generate(
         if not running or position == max_new_tokens - 1:
             break
         last = [tokens[-1] if row in running else pad for row, tokens in enumerate(rows)]
-        logits_BV = steps.send(torch.tensor(last, device=input_ids.device))  # type: ignore[attr-defined]
+        logits_BV = steps.send(torch.tensor(last, device=input_ids.device))
     new = max(map(len, rows))
     filled = [tokens + [pad] * (new - len(tokens)) for tokens in rows]
     return torch.cat([input_ids, torch.tensor(filled, dtype=input_ids.dtype, device=input_ids.device)], dim=1)
@@ -203,4 +207,4 @@ def stream_generate(
         yield GeneratedToken(token, text, reason)
         if reason is not None:
             return
-        logits_V = steps.send(torch.tensor([token], device=model.device))[0]  # type: ignore[attr-defined]
+        logits_V = steps.send(torch.tensor([token], device=model.device))[0]

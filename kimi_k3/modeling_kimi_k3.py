@@ -25,8 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kimi_k3.cache import KimiK3Cache, PackedBatch, batch_without_cache, make_pools
-from kimi_k3.configuration_kimi_k3 import KimiK3Config, KimiK3TextConfig
 from kimi_k3.compilation import mark_dynamic_sizes, symbolic_shapes
+from kimi_k3.configuration_kimi_k3 import KimiK3Config, KimiK3TextConfig
 from kimi_k3.layers.attn_res import depth_table, empty_bank, mix, seal
 from kimi_k3.layers.kda import KimiDeltaAttention, ShortConv1d
 from kimi_k3.layers.mla import KimiMLAAttention
@@ -248,11 +248,15 @@ class KimiK3ForCausalLM(nn.Module):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("forward: want exactly one of input_ids and inputs_embeds")
         if not (self.model.is_first_stage and self.model.is_last_stage):
-            raise ValueError(f"forward: this model holds {self.model.layer_range} only; call .model with (running_sum, bank)")
+            raise ValueError(
+                f"forward: this model holds {self.model.layer_range} only; call .model with (running_sum, bank)"
+            )
         given = input_ids if inputs_embeds is None else inputs_embeds
         assert given is not None
         if given.ndim != (2 if inputs_embeds is None else 3) or 0 in given.shape[:2]:
-            raise ValueError(f"forward: want input_ids [B, T] or inputs_embeds [B, T, D], not empty, got {list(given.shape)}")
+            raise ValueError(
+                f"forward: want input_ids [B, T] or inputs_embeds [B, T, D], not empty, got {list(given.shape)}"
+            )
         layout = self._layout(given, attention_mask, cu_seqlens, past_key_values)
         if inputs_embeds is None:
             embeds = self.model.embed_tokens(layout.pack(given))
@@ -284,7 +288,7 @@ class KimiK3ForCausalLM(nn.Module):
             logits=kept_layout.unpack(logits),
             loss=loss,
             past_key_values=past_key_values,
-            hidden_states=None if hidden_states is None else tuple(map(layout.unpack, hidden_states)),  # type: ignore[arg-type]
+            hidden_states=None if hidden_states is None else tuple(map(layout.unpack, hidden_states)),
             router_logits=tuple(map(layout.unpack, router_logits)) if output_router_logits else None,
         )
 
@@ -322,9 +326,7 @@ class KimiK3ForCausalLM(nn.Module):
             layer.compile(mode=mode, fullgraph=fullgraph)
         self.model.has_compiled_layers = True
 
-    def prompt_embeds(
-        self, input_ids: Tensor, attention_mask: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None]:
+    def prompt_embeds(self, input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """Embeddings that replace `input_ids` when generating, and the mask that goes with them; None: the ids do."""
         return None, attention_mask
 
@@ -431,7 +433,7 @@ class KimiK3ForConditionalGeneration(KimiK3ForCausalLM):
         return super().forward(input_ids, attention_mask, cu_seqlens, inputs_embeds, labels, past_key_values, **options)
 
     def _refuse_lone_placeholders(self, input_ids: Tensor) -> None:
-        count = int((input_ids == self.config.media_placeholder_token_id).sum())
+        count = int(torch.eq(input_ids, self.config.media_placeholder_token_id or -1).sum())
         if count:
             raise ValueError(f"forward: input_ids holds {count} image placeholders, but no pixel_values were given")
 

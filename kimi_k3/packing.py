@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -41,7 +42,8 @@ class TokenLayout:
         Rows of a batch end at the right edge of [B, count]; packed sequences stay packed in [1, ...].
         """
         kept = [min(count, length) for length in self.lengths]
-        rows, end = [], 0
+        rows: list[int] = []
+        end = 0
         for length, keep in zip(self.lengths, kept):
             end += length
             rows += range(end - keep, end)
@@ -54,7 +56,9 @@ class TokenLayout:
         return torch.tensor(rows, dtype=torch.int64, device=device), layout
 
 
-def layout_from_mask(attention_mask: Tensor | None, shape: tuple[int, int], past: int, device: torch.device) -> TokenLayout:
+def layout_from_mask(
+    attention_mask: Tensor | None, shape: tuple[int, int], past: int, device: torch.device
+) -> TokenLayout:
     """The layout of a [B, T] batch. A mask is [B, T], or [B, past + T] as Hugging Face hands it to a cached forward."""
     batch, tokens = shape
     if attention_mask is None:
@@ -68,7 +72,9 @@ def layout_from_mask(attention_mask: Tensor | None, shape: tuple[int, int], past
     if not bool((mask == is_token).all()):
         raise ValueError(f"attention_mask: want zeros and ones, got values in {mask.min().item()}..{mask.max().item()}")
     if tokens and int((is_token[:, 1:] & ~is_token[:, :-1]).sum(1).add(is_token[:, 0].long()).max()) > 1:
-        raise ValueError("attention_mask: want each row's ones side by side (left or right padding), got a row with a hole")
+        raise ValueError(
+            "attention_mask: want each row's ones side by side (left or right padding), got a row with a hole"
+        )
     if bool(is_token.all()):
         return TokenLayout([tokens] * batch, shape, None)
     return TokenLayout(is_token.sum(1).tolist(), shape, is_token.flatten().nonzero().squeeze(1))
@@ -82,7 +88,7 @@ def layout_from_cu_seqlens(cu_seqlens: Tensor, shape: tuple[int, int]) -> TokenL
             f"{list(cu_seqlens.shape)} with input {list(shape)}"
         )
     bounds = cu_seqlens.tolist()
-    lengths = [b - a for a, b in zip(bounds, bounds[1:])]
+    lengths = [b - a for a, b in pairwise(bounds)]
     if not lengths or bounds[0] != 0 or bounds[-1] != shape[1] or min(lengths) < 0:
         raise ValueError(f"cu_seqlens: want rising offsets from 0 to T = {shape[1]}, got {bounds}")
     return TokenLayout(lengths, shape, None)

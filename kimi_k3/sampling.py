@@ -95,5 +95,7 @@ def sample(logits_V: Tensor, params: SamplingParams, seed: int, position: int) -
     probabilities_V, tokens_V = sorted_probabilities(logits_V, params)
     cumulative_V = probabilities_V.double().cumsum(0)
     draw = uniform(seed, position) * float(cumulative_V[-1])
-    index = int(torch.searchsorted(cumulative_V, torch.tensor(draw, dtype=torch.float64, device=logits_V.device), right=True))
+    index = int(
+        torch.searchsorted(cumulative_V, torch.tensor(draw, dtype=torch.float64, device=logits_V.device), right=True)
+    )
     return int(tokens_V[min(index, int((probabilities_V > 0).sum()) - 1)])

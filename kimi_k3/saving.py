@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kimi_k3_kernels import mxfp4_dequantize, mxfp4_quantize
 from torch import Tensor, nn
 
 from kimi_k3.configuration_kimi_k3 import MXFP4_GROUP, KimiK3Config
@@ -28,6 +27,7 @@ from kimi_k3.shards import (
     write_shards,
 )
 from kimi_k3.tensor_layout import file_name_of, is_expert_stack, module_name_of, released_dtype
+from kimi_k3_kernels import mxfp4_dequantize, mxfp4_quantize
 
 logger = logging.getLogger("kimi_k3")
 

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from demo_corpus import load_plays
-from kimi_k3_kernels import mxfp4_dequantize, mxfp4_quantize
 from torch import Tensor, nn
 
 from kimi_k3 import KimiK3Config, KimiK3ForCausalLM
@@ -30,6 +29,7 @@ from kimi_k3.layers.moe import KimiK3Router
 from kimi_k3.modeling_kimi_k3 import IGNORE_INDEX
 from kimi_k3.saving import save_pretrained
 from kimi_k3.tokenization_kimi_k3 import KimiK3Tokenizer
+from kimi_k3_kernels import mxfp4_dequantize, mxfp4_quantize
 
 DEMO = Path(__file__).parents[1] / "kimi_k3" / "demo"
 MUON_LR, ADAMW_LR = 1e-2, 6e-3
@@ -270,18 +270,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=900)
     parser.add_argument("--seq-len", type=int, default=512, help="tokens of a training sequence")
     parser.add_argument("--batch-tokens", type=int, default=4096, help="tokens of an optimiser step")
-    parser.add_argument(
-        "--out", type=Path, default=Path("checkpoints/demo"), help="folder for the model and training.pt"
-    )
+    parser.add_argument("--out", type=Path, default=Path("checkpoints/demo"), help="gets the model, training.pt before")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--resume", type=Path, help="training.pt of a run that was stopped, started with the same arguments"
-    )
+    parser.add_argument("--resume", type=Path, help="training.pt of a stopped run that had the same arguments")
     args = parser.parse_args()
-    if args.batch_tokens % args.seq_len or args.batch_tokens // args.seq_len < 2:
-        parser.error(
-            f"--batch-tokens must be a multiple of --seq-len, and two at least; got {args.batch_tokens}, {args.seq_len}"
-        )
+    if args.batch_tokens % args.seq_len:
+        parser.error(f"--batch-tokens: want a multiple of --seq-len ({args.seq_len}), got {args.batch_tokens}")
 
     torch.manual_seed(args.seed)
     generator = torch.Generator().manual_seed(args.seed)

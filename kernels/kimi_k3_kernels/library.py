@@ -64,5 +64,7 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 def require(condition: bool, op: str, wanted: str, **given: Any) -> None:
     """Raise the one form of error that the public functions use: the op, what was wanted, what came."""
     if not condition:
-        came = ", ".join(f"{k} {tuple(v.shape)} {v.dtype}" if isinstance(v, Tensor) else f"{k} {v}" for k, v in given.items())
+        came = ", ".join(
+            f"{k} {tuple(v.shape)} {v.dtype}" if isinstance(v, Tensor) else f"{k} {v}" for k, v in given.items()
+        )
         raise ValueError(f"{op}: want {wanted}; got {came}")

@@ -55,6 +55,16 @@ class KimiK3Router(nn.Module):
 class KimiK3Experts(nn.Module):
     """The routed experts as stacks over expert ids: packed MXFP4 (frozen) or plain matrices."""
 
+    w1: Tensor
+    w2: Tensor
+    w3: Tensor
+    w1_packed: Tensor
+    w2_packed: Tensor
+    w3_packed: Tensor
+    w1_scale: Tensor
+    w2_scale: Tensor
+    w3_scale: Tensor
+
     def __init__(self, config: KimiK3TextConfig, packed: bool) -> None:
         super().__init__()
         self.packed, self.num_experts = packed, config.num_experts

@@ -15,7 +15,7 @@ from kimi_k3_kernels.kda.op import kda_chunk_export_op, kda_chunk_op, kda_step_o
 from kimi_k3_kernels.kda.reference import kda_recurrent_reference
 
 sys.path.insert(0, str(Path(__file__).parent))
-from inputs import kda_inputs, packed  # noqa: E402
+from inputs import kda_inputs, packed
 
 LENGTHS = [1, 3, 4, 15, 16, 17, 63, 64, 65, 130]
 
@@ -119,11 +119,15 @@ def test_export_writes_the_state_of_each_asked_for_prefix():
     pool = torch.zeros(2 + len(at), 3, 8, 12, dtype=torch.float64)
     slots, export_slots = torch.arange(2), torch.arange(2, 2 + len(at))
     o = kda_chunk_export(*inputs, pool, slots, slots, packed(lengths), torch.tensor(at), export_slots)
-    torch.testing.assert_close(o, kda_chunk(*inputs, pool.clone(), -slots - 1, slots, packed(lengths)), atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(
+        o, kda_chunk(*inputs, pool.clone(), -slots - 1, slots, packed(lengths)), atol=1e-12, rtol=1e-12
+    )
     for position, slot in zip(at, export_slots.tolist()):
         start = 0 if position <= 130 else 130
         _, states = kda_recurrent_reference(
-            *(x[start:position] for x in inputs), torch.zeros(1, 3, 8, 12, dtype=torch.float64), packed([position - start])
+            *(x[start:position] for x in inputs),
+            torch.zeros(1, 3, 8, 12, dtype=torch.float64),
+            packed([position - start]),
         )
         torch.testing.assert_close(pool[slot], states[0], atol=1e-12, rtol=1e-12)
 

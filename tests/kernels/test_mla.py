@@ -14,7 +14,7 @@ from kimi_k3_kernels import mla_decode, mla_prefill
 from kimi_k3_kernels.mla.op import mla_decode_op, mla_prefill_op
 
 sys.path.insert(0, str(Path(__file__).parent))
-from inputs import packed  # noqa: E402
+from inputs import packed
 
 HEADS, NOPE, ROPE, VALUE, RANK, BLOCK = 3, 6, 4, 5, 8, 4
 SCALE = (NOPE + ROPE) ** -0.5

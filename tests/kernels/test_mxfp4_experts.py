@@ -93,7 +93,9 @@ def make_experts(tokens: int = 7, experts: int = 5, latent: int = 32, width: int
         weight = torch.randn((experts, rows, columns), generator=generator) / columns**0.5
         stacks.append(mxfp4_quantize(weight))
     x = torch.randn((tokens, latent), generator=generator, dtype=torch.float64)
-    ids = torch.stack([torch.randperm(experts, generator=generator)[:topk] for _ in range(tokens)] or [torch.empty(0, topk)])
+    ids = torch.stack(
+        [torch.randperm(experts, generator=generator)[:topk] for _ in range(tokens)] or [torch.empty(0, topk)]
+    )
     weights = torch.rand((tokens, topk), generator=generator, dtype=torch.float64)
     return x, ids.long().view(tokens, topk), weights, stacks, torch.arange(experts, dtype=torch.int32)
 

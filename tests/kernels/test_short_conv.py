@@ -13,7 +13,7 @@ from kimi_k3_kernels import short_conv, short_conv_step_
 from kimi_k3_kernels.short_conv.op import short_conv_op, short_conv_step_op
 
 sys.path.insert(0, str(Path(__file__).parent))
-from inputs import packed  # noqa: E402
+from inputs import packed
 
 
 def make_inputs(tokens: int, channels: int = 6, taps: int = 4, slots: int = 3):

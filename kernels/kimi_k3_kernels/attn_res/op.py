@@ -24,7 +24,11 @@ attn_res_mix_backward_op = define_op(
     "attn_res_mix_backward(Tensor grad, Tensor running_sum, Tensor bank, Tensor num_blocks, Tensor weight, float eps)"
     " -> (Tensor, Tensor, Tensor)",
     attn_res_mix_backward_reference,
-    lambda grad, running_sum, bank, num_blocks, weight, eps: (_like(running_sum), torch.empty_like(bank), _like(weight)),
+    lambda grad, running_sum, bank, num_blocks, weight, eps: (
+        _like(running_sum),
+        torch.empty_like(bank),
+        _like(weight),
+    ),
 )
 
 

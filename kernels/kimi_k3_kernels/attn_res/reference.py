@@ -24,9 +24,7 @@ def _probabilities(sources: list[Tensor], weight_D: Tensor, eps: float) -> tuple
     return torch.softmax(inverse_rms_MT * dots_MT, dim=0), inverse_rms_MT, dots_MT
 
 
-def attn_res_mix_reference(
-    running_sum: Tensor, bank: Tensor, num_blocks: Tensor, weight: Tensor, eps: float
-) -> Tensor:
+def attn_res_mix_reference(running_sum: Tensor, bank: Tensor, num_blocks: Tensor, weight: Tensor, eps: float) -> Tensor:
     """out = sum_i softmax_i(weight . v_i / rms(v_i)) v_i over the sealed blocks and the running sum."""
     sources = _sources(running_sum, bank, num_blocks)
     if len(sources) == 1:

@@ -32,9 +32,7 @@ kda_chunk_export_op = define_op(
     kda_chunk_export_reference,
     lambda q, k, v, *_: _like(v),
 )
-kda_step_op = define_op(
-    f"kda_step_({_INPUTS}, {_POOL}) -> Tensor", kda_step_reference, lambda q, k, v, *_: _like(v)
-)
+kda_step_op = define_op(f"kda_step_({_INPUTS}, {_POOL}) -> Tensor", kda_step_reference, lambda q, k, v, *_: _like(v))
 kda_chunk_backward_op = define_op(
     f"kda_chunk_backward(Tensor grad, {_INPUTS}, Tensor state, Tensor cu_seqlens)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",

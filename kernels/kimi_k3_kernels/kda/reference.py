@@ -71,7 +71,7 @@ class _Chunks:
     Padding has k = v = q = beta = log_decay = 0, which leaves a state as it is.
     """
 
-    rows_XC: Tensor  # the packed row of each place; T for padding
+    rows: Tensor  # [X, C]: the packed row of each place; T for padding
     round_sizes: list[int]  # sequences are sorted longest first, so each round's are a prefix of the last one's
     order: Tensor  # the sequences in that order
 
@@ -207,8 +207,8 @@ class _Prepared:
 
 def _prepare(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, chunks: _Chunks) -> _Prepared:
     compute = compute_dtype(q)
-    q, k, v, log_decay = (_gather(x, chunks.rows_XC, compute) for x in (q, k, v, log_decay))
-    beta = _gather(beta, chunks.rows_XC, compute)
+    q, k, v, log_decay = (_gather(x, chunks.rows, compute) for x in (q, k, v, log_decay))
+    beta = _gather(beta, chunks.rows, compute)
     cumulative = log_decay.cumsum(2)
     A, B = q.new_empty((*q.shape[:3], CHUNK)), q.new_empty((*q.shape[:3], CHUNK))
     for group in _groups(q.shape[0], q[0].numel() * TILE if q.shape[0] else 0):
@@ -248,7 +248,7 @@ def _run_chunks(
     o_XHCV, _, _, ordered = _scan(prepared, chunks, state_NHKV.to(prepared.q.dtype)[chunks.order])
     state = torch.empty_like(ordered)
     state[chunks.order] = ordered
-    return _scatter(o_XHCV, chunks.rows_XC, q.shape[0]).to(v.dtype), state
+    return _scatter(o_XHCV, chunks.rows, q.shape[0]).to(v.dtype), state
 
 
 def kda_chunk_reference(
@@ -283,8 +283,7 @@ def kda_chunk_export_reference(
             done[n] = until
         rows = torch.cat([torch.arange(a, b, device=q.device) for _, a, b in pieces])
         lengths = torch.tensor([0] + [b - a for _, a, b in pieces], device=q.device)
-        inputs = (x[rows] for x in (q, k, v, log_decay, beta))
-        o[rows], state = _run_chunks(*inputs, state, lengths.cumsum(0))
+        o[rows], state = _run_chunks(q[rows], k[rows], v[rows], log_decay[rows], beta[rows], state, lengths.cumsum(0))
         for n, cut in enumerate(cuts):
             if piece < len(cut) and cut[piece][1] >= 0:
                 state_pool[cut[piece][1]] = state[n].to(state_pool.dtype)
@@ -299,7 +298,7 @@ def kda_chunk_backward_reference(
     chunks = _make_chunks(cu_seqlens, q.shape[0])
     p = _prepare(q, k, v, log_decay, beta, chunks)
     _, update, entered, _ = _scan(p, chunks, state.to(p.q.dtype)[chunks.order])
-    grad_o = _gather(grad, chunks.rows_XC, p.q.dtype)
+    grad_o = _gather(grad, chunks.rows, p.q.dtype)
     decayed_q, decayed_k, k_to_end, end_decay = p.decayed_q, p.decayed_k, p.k_to_end, p.end_decay
     grad_state = p.q.new_zeros((len(chunks.order), *entered.shape[1:]))
     grad_update, grad_state_out = p.B.mT @ grad_o, torch.empty_like(entered)
@@ -338,7 +337,7 @@ def kda_chunk_backward_reference(
     grad_G += decayed_q * grad_decayed_q + decayed_k * grad_decayed_k - through_end
     grad_G[:, :, -1] += through_end.sum(2) + (end_decay * entered * grad_state_out).sum(-1)
     grad_log_decay = grad_G.flip(2).cumsum(2).flip(2)
-    rows, tokens = chunks.rows_XC, q.shape[0]
+    rows, tokens = chunks.rows, q.shape[0]
     return (
         _scatter(grad_q, rows, tokens).to(q.dtype),
         _scatter(grad_k, rows, tokens).to(k.dtype),

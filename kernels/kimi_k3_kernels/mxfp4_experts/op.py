@@ -41,19 +41,21 @@ mxfp4_linear_op = define_op(
     mxfp4_linear_reference,
     lambda x, packed, scale: x.new_empty((*x.shape[:-1], packed.shape[0])),
 )
-mxfp4_experts_op = define_op(f"mxfp4_experts({_ROUTED}, {_PACKED}) -> Tensor", mxfp4_experts_reference, lambda x, *_: _like(x))
+mxfp4_experts_op = define_op(
+    f"mxfp4_experts({_ROUTED}, {_PACKED}) -> Tensor", mxfp4_experts_reference, lambda x, *_: _like(x)
+)
 mxfp4_experts_backward_op = define_op(
     f"mxfp4_experts_backward(Tensor grad, {_ROUTED}, {_PACKED}) -> (Tensor, Tensor)",
     mxfp4_experts_backward_reference,
     lambda grad, x, topk_ids, topk_weights, *_: (_like(x), _like(topk_weights)),
 )
-dense_experts_op = define_op(f"dense_experts({_ROUTED}, {_DENSE}) -> Tensor", dense_experts_reference, lambda x, *_: _like(x))
+dense_experts_op = define_op(
+    f"dense_experts({_ROUTED}, {_DENSE}) -> Tensor", dense_experts_reference, lambda x, *_: _like(x)
+)
 dense_experts_backward_op = define_op(
     f"dense_experts_backward(Tensor grad, {_ROUTED}, {_DENSE}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     dense_experts_backward_reference,
-    lambda grad, x, ids, weights, w1, w3, w2, *_: tuple(
-        [_like(x), _like(weights), *(torch.empty_like(w) for w in (w1, w3, w2))]
-    ),
+    lambda grad, x, ids, weights, w1, w3, w2, *_: (_like(x), _like(weights), *map(torch.empty_like, (w1, w3, w2))),
 )
 
 

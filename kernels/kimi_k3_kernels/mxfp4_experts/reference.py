@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -54,7 +55,7 @@ def mxfp4_quantize_reference(weight: Tensor) -> tuple[Tensor, Tensor]:
     exponents = torch.frexp(groups.abs().amax(-1)).exponent - 3  # frexp's mantissa lies in [0.5, 1)
     exponents = torch.where(groups.abs().amax(-1) == 0, -127, exponents).clamp_(-127, 127)
     scaled = torch.ldexp(groups.abs(), -exponents[..., None]).clamp_(max=6.0)
-    midpoints = torch.tensor([(a + b) / 2 for a, b in zip(E2M1, E2M1[1:])], device=weight.device)
+    midpoints = torch.tensor([(a + b) / 2 for a, b in pairwise(E2M1)], device=weight.device)
     below, up_to = torch.bucketize(scaled, midpoints), torch.bucketize(scaled, midpoints, right=True)
     codes = torch.where(below % 2 == 0, below, up_to).to(torch.uint8) | (groups.signbit().to(torch.uint8) << 3)
     codes = codes.flatten(-2)
@@ -104,7 +105,7 @@ def _linear(rows: Tensor, weight: Tensor) -> Tensor:
 
 
 def _experts_forward(
-    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, slot_table: Tensor, weights_of: "_WeightsOf",
+    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, slot_table: Tensor, weights_of: _WeightsOf,
     beta: float, linear_beta: float | None,
 ) -> Tensor:  # fmt: skip
     compute, experts_a_token = compute_dtype(x), topk_ids.shape[1]

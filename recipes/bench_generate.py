@@ -1,0 +1,170 @@
+"""Prefill and decode speed of a checkpoint beside this machine's own ceilings, measured in the same run.
+
+    python recipes/bench_generate.py --model DIR --prompt-tokens 512 --new-tokens 64 [--batch N] [--depth D] [--compile] --json
+
+Ceilings, in a child process: decode, read bandwidth (torch.sum over 1 GiB of int64, best of 10) over the bytes of the
+weights that one token reads; prefill, the bf16 GEMM rate (F.linear 1536 -> 2560 at 512 rows over 6 weights, best of 20)
+over the flops of one token, 2 for each weight that it passes (the lm_head runs for the last token only). With --json the
+last line of the output is one JSON object.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch._dynamo.utils import counters
+
+from kimi_k3 import KimiK3Config, KimiK3ForCausalLM
+from kimi_k3.planning import Plan
+
+FIRST_TOKEN_PROMPT = 32
+
+
+def memory_bytes(key: str) -> int:
+    """VmRSS (now) or VmHWM (peak) of this process."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{key}:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {key}")
+
+
+def seconds_since_start() -> float:
+    """Since the kernel started this process, interpreter and imports included."""
+    ticks_after_boot = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
+    uptime = float(Path("/proc/uptime").read_text().split()[0])
+    return uptime - ticks_after_boot / 100
+
+
+def measure_ceilings() -> dict[str, float]:
+    """Bytes/s of a plain read and flops/s of torch's bf16 GEMM, both with all threads."""
+
+    def best(run, repeats: int) -> float:
+        times = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    words = torch.ones((1 << 30) // 8, dtype=torch.int64)
+    read_seconds = best(words.sum, 10)
+    del words
+    x, weights = torch.randn(512, 1536).bfloat16(), [torch.randn(2560, 1536).bfloat16() for _ in range(6)]
+    gemm_seconds = best(lambda: [torch.nn.functional.linear(x, w) for w in weights], 20)
+    return {
+        "read_bytes_per_s": (1 << 30) / read_seconds,
+        "gemm_flops_per_s": 6 * 2 * 512 * 1536 * 2560 / gemm_seconds,
+    }
+
+
+def weights_of_one_token(plan: Plan) -> tuple[int, int]:
+    """Bytes that a decoded token reads, and weights that a prompt token passes."""
+    text = plan.config.text_config
+    read_bytes = passed = 0
+    for tensor in plan.tensors:
+        if tensor.component in ("vision_tower", "mm_projector") or "embed_tokens" in tensor.name:
+            continue
+        routed = tensor.component == "routed_experts"
+        share = text.num_experts_per_token / text.num_experts if routed else 1
+        read_bytes += int(tensor.spec.num_bytes * share)
+        if not tensor.name.startswith("lm_head"):
+            passed += int(tensor.num_parameters * share)
+    return read_bytes, passed
+
+
+@torch.no_grad()
+def prefill(model: KimiK3ForCausalLM, ids: torch.Tensor):
+    """The cache and the first token [B, 1] after prompts [B, T]."""
+    cache = model.make_cache(ids.shape[0])
+    for piece in ids.split(2048, dim=1):
+        logits = model(piece, past_key_values=cache, logits_to_keep=1).logits
+    return cache, logits[:, -1].argmax(-1, keepdim=True)
+
+
+@torch.no_grad()
+def decode(model: KimiK3ForCausalLM, cache, token: torch.Tensor, steps: int) -> None:
+    for _ in range(steps):
+        token = model(token, past_key_values=cache, logits_to_keep=1).logits[:, -1].argmax(-1, keepdim=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--prompt-tokens", type=int, default=512)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--depth", type=int, default=0, help="decode after so many tokens (default: --prompt-tokens)")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--ceilings", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    if args.ceilings:
+        print(json.dumps(measure_ceilings()))
+        return
+    if args.model is None:
+        parser.error("--model is required")
+    import_rss_bytes = memory_bytes("VmRSS")
+
+    config = KimiK3Config.from_pretrained(args.model)
+    model = KimiK3ForCausalLM.from_pretrained(args.model, progress=False).eval()
+    if args.compile:
+        model.compile_blocks()
+    generator = torch.Generator().manual_seed(0)
+
+    def prompt(batch: int, tokens: int) -> torch.Tensor:
+        return torch.randint(config.text_config.vocab_size, (batch, tokens), generator=generator)
+
+    prefill(model, prompt(1, FIRST_TOKEN_PROMPT))
+    first_token_s = seconds_since_start()
+
+    prefill(model, prompt(args.batch, min(args.prompt_tokens, 64)))  # warm-up: caches of the libraries, graphs
+    ids = prompt(args.batch, args.prompt_tokens)
+    start = time.perf_counter()
+    cache, token = prefill(model, ids)
+    prefill_s = time.perf_counter() - start
+    if args.depth and args.depth != args.prompt_tokens:
+        cache, token = prefill(model, prompt(args.batch, args.depth))
+    decode(model, cache, token, 2)
+    start = time.perf_counter()
+    decode(model, cache, token, args.new_tokens)
+    decode_s = time.perf_counter() - start
+    peak_rss_bytes = memory_bytes("VmHWM")
+
+    child = [sys.executable, __file__, "--ceilings", "--threads", str(args.threads)]
+    ceilings = json.loads(subprocess.run(child, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+    read_bytes, passed = weights_of_one_token(Plan(config))
+    result = {
+        "prefill_tokens_per_s": args.batch * args.prompt_tokens / prefill_s,
+        "ceiling_prefill_tokens_per_s": ceilings["gemm_flops_per_s"] / (2 * passed),
+        "decode_tokens_per_s": args.batch * args.new_tokens / decode_s,
+        "ceiling_decode_tokens_per_s": ceilings["read_bytes_per_s"] / read_bytes,
+        "first_token_s": first_token_s,
+        "peak_rss_bytes": peak_rss_bytes,
+        "import_rss_bytes": import_rss_bytes,
+        "checkpoint_bytes": sum(f.stat().st_size for f in args.model.glob("*.safetensors")),
+        "graphs": counters["stats"]["unique_graphs"],
+        "bytes_per_token": read_bytes,
+        "flops_per_token": 2 * passed,
+        "batch": args.batch,
+        "depth": args.depth or args.prompt_tokens,
+        "threads": args.threads,
+        **ceilings,
+    }
+    for name in ("prefill", "decode"):
+        speed, ceiling = result[f"{name}_tokens_per_s"], result[f"ceiling_{name}_tokens_per_s"]
+        print(f"{name:8} {speed:10.2f} tokens/s, {100 * speed / ceiling:5.1f} % of the ceiling {ceiling:.1f}")
+    above = peak_rss_bytes - import_rss_bytes
+    print(f"memory   {above / 1e9:.2f} GB above imports, {above / result['checkpoint_bytes']:.2f} x the checkpoint")
+    print(f"start    {first_token_s:.1f} s to the first token of a {FIRST_TOKEN_PROMPT}-token prompt")
+    if args.json:
+        print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -241,7 +241,7 @@ def _generate(args: argparse.Namespace) -> int:
 
 def _chat(args: argparse.Namespace) -> int:
     if sys.stdin.isatty():
-        import readline
+        import readline  # noqa: F401  (line editing for input())
 
     model, tokenizer = _load(args)
     tokenizer.chat_parser()  # a vocabulary without chat markers is told now, not after the first question

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-import kimi_k3_kernels
+import kimi_k3_kernels  # noqa: F401  (registers the ops)
 
 PACKAGES = ("kimi-k3", "torch", "torchao", "safetensors", "huggingface_hub", "accelerate", "tiktoken", "numpy")
 # Every variable of our own; none of them changes results.

@@ -74,6 +74,7 @@ class KimiK3Cache:
     ) -> None:  # fmt: skip
         self.config, self.num_rows, self.block_size, self.device = config, num_rows, block_size, device
         self.lengths = [0] * num_rows
+        self.num_columns = 0  # of all batches seen, padding included: the past of a Hugging Face mask
         self._tables: list[list[int]] = [[] for _ in range(num_rows)]
         # Sizes of 1 would specialise a compiled graph: one slot more than rows, and never fewer than two blocks.
         self._num_blocks = max(2, num_rows)

@@ -35,6 +35,7 @@ from kimi_k3.layers.moe import KimiK3Experts, KimiK3Router, KimiK3SparseMoE
 from kimi_k3.layers.norm import RMSNorm
 from kimi_k3.packing import TokenLayout, layout_from_cu_seqlens, layout_from_mask
 from kimi_k3.vision import PatchMergerProjector, SplicedPrompt, VisionTower, splice_image_features
+from kimi_k3_kernels.library import compute_dtype
 
 IGNORE_INDEX = -100
 
@@ -43,7 +44,7 @@ IGNORE_INDEX = -100
 class CausalLMOutput:
     """What `forward` returns; every batch-shaped tensor is [B, T, ...] with zeros at padding.
 
-    logits: [B, T or logits_to_keep, vocab], the model's dtype.     loss: [] float32, with labels.
+    logits: [B, T or logits_to_keep, vocab], the model's dtype.     loss: [] float32 (float64 for float64), with labels.
     past_key_values: the cache, with use_cache or when one was given.
     hidden_states: the running sum before the first layer and after each one, then the lm_head's input, [B, T, D].
     router_logits: of each MoE layer in order, [B, T, E] float32.
@@ -112,7 +113,8 @@ class KimiK3Model(nn.Module):
 
     def _depth_rows(self, device: torch.device) -> Tensor:
         if self._depths is None or self._depths.device != device:
-            self._depths = depth_table(self.config, device)
+            with torch.inference_mode(False):  # it outlives this call, and training saves its rows for backward
+                self._depths = depth_table(self.config, device)
         return self._depths
 
     def forward(
@@ -213,12 +215,10 @@ class KimiK3ForCausalLM(nn.Module):
                 module.A_log.zero_()
                 step = torch.empty_like(module.dt_bias).uniform_(math.log(1e-3), math.log(1e-1)).exp_().clamp_(min=1e-4)
                 module.dt_bias.copy_(step + torch.log(-torch.expm1(-step)))  # the inverse of softplus
-            elif isinstance(module, KimiK3DecoderLayer):
-                # A zero scoring vector makes each mix the plain average of its sources.
-                module.self_attention_res_proj.weight.zero_()
-                module.mlp_res_proj.weight.zero_()
-        if self.model.is_last_stage:
-            self.model.output_attn_res_proj.weight.zero_()
+        # A zero scoring vector makes each mix the plain average of its sources.
+        for name, parameter in self.named_parameters():
+            if name.endswith("_res_proj.weight"):
+                parameter.zero_()
 
     def forward(
         self,
@@ -257,6 +257,8 @@ class KimiK3ForCausalLM(nn.Module):
             raise ValueError(
                 f"forward: want input_ids [B, T] or inputs_embeds [B, T, D], not empty, got {list(given.shape)}"
             )
+        if logits_to_keep < 0:
+            raise ValueError(f"forward: want logits_to_keep >= 0 (0: all), got {logits_to_keep}")
         layout = self._layout(given, attention_mask, cu_seqlens, past_key_values)
         if inputs_embeds is None:
             embeds = self.model.embed_tokens(layout.pack(given))
@@ -274,6 +276,7 @@ class KimiK3ForCausalLM(nn.Module):
         running_sum, bank, sums, router_logits = self.model(embeds, batch, pools)
         if past_key_values is not None:
             past_key_values.commit(layout.lengths)
+            past_key_values.num_columns += max(layout.lengths) if cu_seqlens is not None else given.shape[1]
 
         kept, kept_layout = (None, layout) if logits_to_keep == 0 else layout.last(logits_to_keep)
         hidden = self.model.final_hidden(running_sum, bank) if output_hidden_states or kept is None else None
@@ -304,7 +307,8 @@ class KimiK3ForCausalLM(nn.Module):
             if attention_mask is not None:
                 raise ValueError("forward: want attention_mask or cu_seqlens, not both")
             return layout_from_cu_seqlens(cu_seqlens, shape)
-        return layout_from_mask(attention_mask, shape, 0 if cache is None else cache.get_seq_length(), given.device)
+        pasts = () if cache is None else (cache.get_seq_length(), cache.num_columns)
+        return layout_from_mask(attention_mask, shape, pasts, given.device)
 
     @staticmethod
     def _loss(logits: Tensor, labels: Tensor, layout: TokenLayout, kept: Tensor | None) -> Tensor:
@@ -313,7 +317,7 @@ class KimiK3ForCausalLM(nn.Module):
         targets = layout.next_tokens(layout.pack(labels), IGNORE_INDEX)
         if kept is not None:
             targets = targets[kept]
-        total = F.cross_entropy(logits.float(), targets, ignore_index=IGNORE_INDEX, reduction="sum")
+        total = F.cross_entropy(logits.to(compute_dtype(logits)), targets, ignore_index=IGNORE_INDEX, reduction="sum")
         return total / (targets != IGNORE_INDEX).sum().clamp(min=1)
 
     def compile_blocks(self, mode: str | None = None, fullgraph: bool = True) -> None:

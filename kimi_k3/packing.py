@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -57,16 +58,18 @@ class TokenLayout:
 
 
 def layout_from_mask(
-    attention_mask: Tensor | None, shape: tuple[int, int], past: int, device: torch.device
+    attention_mask: Tensor | None, shape: tuple[int, int], pasts: Sequence[int], device: torch.device
 ) -> TokenLayout:
-    """The layout of a [B, T] batch. A mask is [B, T], or [B, past + T] as Hugging Face hands it to a cached forward."""
+    """The layout of a [B, T] batch. A mask is [B, T], or [B, past + T] as Hugging Face hands it to a cached forward,
+    the past counted in tokens of the longest row or in columns, padding included: either of `pasts`.
+    """
     batch, tokens = shape
     if attention_mask is None:
         return TokenLayout([tokens] * batch, shape, None)
-    if attention_mask.shape not in ((batch, tokens), (batch, past + tokens)):
-        raise ValueError(
-            f"attention_mask: want [{batch}, {tokens}] or [{batch}, {past} + {tokens}], got {list(attention_mask.shape)}"
-        )
+    widths = [0, *pasts]
+    if attention_mask.shape not in [(batch, past + tokens) for past in widths]:
+        wanted = " or ".join(f"[{batch}, {past} + {tokens}]" for past in sorted(set(widths)))
+        raise ValueError(f"attention_mask: want {wanted}, got {list(attention_mask.shape)}")
     mask = attention_mask[:, attention_mask.shape[1] - tokens :].to(device)
     is_token = mask.to(torch.bool)
     if not bool((mask == is_token).all()):

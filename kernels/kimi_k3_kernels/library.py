@@ -12,10 +12,15 @@ LIBRARY = torch.library.Library("kimi_k3", "DEF")
 
 
 def define_op(schema: str, reference: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """Declare one op and return its overload. `reference` serves every device that has no kernel of its own."""
-    name = schema.split("(", 1)[0]
-    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
-    LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
+    """Declare one op and return its overload. `reference` serves every device that has no kernel of its own.
+
+    It stays callable as the overload `reference`: the oracle, and what a kernel calls for a dtype that it does not have.
+    """
+    name, arguments = schema.split("(", 1)
+    tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
+    for overload in (name, f"{name}.reference"):
+        LIBRARY.define(f"{overload}({arguments}", tags=tags)
+        LIBRARY.impl(overload, reference, "CompositeExplicitAutograd")
     torch.library.register_fake(f"kimi_k3::{name}", fake, lib=LIBRARY)
     return getattr(torch.ops.kimi_k3, name).default
 

@@ -19,6 +19,7 @@ class HubServer:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.requests: list[str] = []  # "METHOD path", in order
+        self.ranges: list[str] = []  # of the downloads that asked for a part
         self.tokens: set[str | None] = set()
         self.cut_after: dict[str, int] = {}  # file name -> bytes after which the next download of it breaks off
         server = self
@@ -104,6 +105,7 @@ class HubServer:
         size, status, first = len(raw), 200, 0
         if match := re.fullmatch(r"bytes=(\d+)-", request.headers.get("range") or ""):
             status, first = 206, int(match[1])
+            self.ranges.append(match[0])
         digest = hashlib.sha256(raw) if path.suffix == ".safetensors" else hashlib.sha1(raw)
         request.send_response(status)
         request.send_header("ETag", f'"{digest.hexdigest()}"')

@@ -107,6 +107,7 @@ def test_a_download_that_broke_off_is_resumed(tmp_path, hub):
     if first.returncode != 0:  # this client gave up; another run must go on where it stopped
         succeed(tmp_path, hub.url, code)
     assert len(downloads(hub)) == 2
+    assert hub.ranges == ["bytes=1000000-"]
 
 
 def test_sha256_compares_with_the_hub(tmp_path, hub):

@@ -25,8 +25,8 @@ from kimi_k3_kernels.short_conv.reference import read_pool_rows, write_pool_rows
 
 CHUNK = 64
 TILE = 16
-# Elements of the [tiles, 16, 16, K] decay differences held at once: bounds the memory of a long prompt.
-TILE_ELEMENTS = 1 << 24
+# Elements of the [tiles, 16, 16, K] decay differences held at once: they stay in cache, and a long prompt's are bounded.
+TILE_ELEMENTS = 1 << 20
 
 
 def kda_recurrent_reference(

@@ -1,0 +1,109 @@
+// What every CPU kernel shares: the instruction set in use, threads, dtypes, and the way back to the reference.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <array>
+#include <cstdint>
+#include <cstring>
+#include <optional>
+#include <vector>
+
+#if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
+#define KIMI_K3_X86 1
+#include <immintrin.h>
+// No -march=native: each function names what it needs, so one binary runs everywhere.
+#define KIMI_K3_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma,avx2")))
+#define KIMI_K3_AVX2 __attribute__((target("avx2,fma")))
+#else
+#define KIMI_K3_X86 0
+#endif
+
+namespace kimi_k3 {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using bfloat16 = uint16_t;  // its bits
+
+enum class Isa : int { generic = 0, avx2 = 1, avx512 = 2 };
+
+// The best that this machine has, unless `set_cpu_instructions` chose a lower one (for tests).
+Isa active_isa();
+
+inline float to_float(bfloat16 x) {
+  uint32_t bits = static_cast<uint32_t>(x) << 16;
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+inline bfloat16 to_bfloat16(float value) {  // round to nearest even; NaN stays NaN
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  if ((bits & 0x7fffffff) > 0x7f800000) return 0x7fc0;
+  return static_cast<bfloat16>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+inline float load(const float* x) { return *x; }
+inline float load(const bfloat16* x) { return to_float(*x); }
+inline void store(float* x, float value) { *x = value; }
+inline void store(bfloat16* x, float value) { *x = to_bfloat16(value); }
+
+template <class T>
+const T* data(const Tensor& t) {
+  return static_cast<const T*>(t.const_data_ptr());
+}
+template <class T>
+T* mutable_data(const Tensor& t) {
+  return static_cast<T*>(t.mutable_data_ptr());
+}
+
+inline bool is_contiguous(const Tensor& t) {
+  int64_t expected = 1;
+  for (int64_t dim = t.dim() - 1; dim >= 0; --dim) {
+    if (t.size(dim) != 1 && t.stride(dim) != expected) return false;
+    expected *= t.size(dim);
+  }
+  return true;
+}
+
+inline Tensor make_contiguous(const Tensor& t) { return is_contiguous(t) ? t : torch::stable::contiguous(t); }
+
+inline Tensor new_tensor(const Tensor& like, std::vector<int64_t> sizes, std::optional<ScalarType> dtype = std::nullopt) {
+  return torch::stable::new_empty(like, sizes, dtype);
+}
+
+// Integers of either width, read as int64.
+struct Integers {
+  explicit Integers(const Tensor& t) : tensor(make_contiguous(t)), wide(t.scalar_type() == ScalarType::Long) {
+    STD_TORCH_CHECK(wide || t.scalar_type() == ScalarType::Int, "kimi_k3: want int32 or int64 indices");
+  }
+  int64_t operator[](int64_t i) const { return wide ? data<int64_t>(tensor)[i] : data<int32_t>(tensor)[i]; }
+  Tensor tensor;
+  bool wide;
+};
+
+// Run f(begin, end) over [0, count) on torch's threads, in contiguous shares.
+template <class F>
+void parallel(int64_t count, int64_t grain, const F& f) {
+  if (count > 0) torch::stable::parallel_for(0, count, grain, f);
+}
+
+// Call the plain PyTorch definition `kimi_k3::<name>.reference`: for dtypes that have no kernel here (float64).
+template <class... Args>
+std::array<StableIValue, sizeof...(Args)> call_reference(const char* name, const Args&... args) {
+  std::array<StableIValue, sizeof...(Args)> stack{torch::stable::detail::from(args)...};
+  std::string full = std::string("kimi_k3::") + name;
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(full.c_str(), "reference", stack.data(), TORCH_ABI_VERSION));
+  return stack;
+}
+template <class... Args>
+Tensor reference_tensor(const char* name, const Args&... args) {
+  return torch::stable::detail::to<Tensor>(call_reference(name, args...)[0]);
+}
+
+}  // namespace kimi_k3

@@ -1,0 +1,288 @@
+// Products of activation rows with MXFP4 weight rows, straight from the packed bytes.
+//
+// A block is at most 16 weight rows. Each policy has a layout for a prepared activation row, and `rows` for
+//   out[m * 16 + n] = sum_k x_m[k] w_n[k]
+// The order of an output's sum depends on K alone: not on how many rows there are, nor on which path they take.
+#pragma once
+
+#include <algorithm>
+
+#include "situ.h"
+
+namespace kimi_k3 {
+
+constexpr int64_t kGroup = 32;     // weights under one scale
+constexpr int64_t kBlockRows = 16; // weight rows of one call
+
+// One matrix [out, in] of packed codes and scales, both row-major.
+struct PackedMatrix {
+  const uint8_t* codes;
+  const uint8_t* scales;
+  int64_t in;
+  const uint8_t* code_row(int64_t n) const { return codes + n * (in / 2); }
+  const uint8_t* scale_row(int64_t n) const { return scales + n * (in / kGroup); }
+};
+
+constexpr float kE2M1[16] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f,
+                             -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
+
+inline float scale_value(uint8_t exponent) {
+  uint32_t bits = exponent == 0 ? 0x00400000u : static_cast<uint32_t>(exponent) << 23;
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+// Any machine: float32 sums in 8 lanes. The body is inlined into functions for each instruction set.
+template <class T>
+struct PlainRows {
+  using Element = float;
+  using Activation = T;
+  static int64_t padded(int64_t k) { return k; }
+  static int64_t place(int64_t k) { return k; }
+  static void put(float* row, int64_t k, float value) {
+    T rounded;
+    store(&rounded, value);  // a hidden activation has the dtype of x
+    row[k] = load(&rounded);
+  }
+
+  static inline __attribute__((always_inline)) void body(const PackedMatrix& w, int64_t first, int64_t count,
+                                                         const float* const* x, int64_t m_count, float* out) {
+    std::vector<float> decoded(w.in);
+    for (int64_t n = 0; n < count; ++n) {
+      const uint8_t *codes = w.code_row(first + n), *scales = w.scale_row(first + n);
+      for (int64_t g = 0; g < w.in / kGroup; ++g) {
+        float scale = scale_value(scales[g]);
+        for (int64_t j = 0; j < kGroup / 2; ++j) {
+          uint8_t byte = codes[g * (kGroup / 2) + j];
+          decoded[g * kGroup + 2 * j] = kE2M1[byte & 15] * scale;
+          decoded[g * kGroup + 2 * j + 1] = kE2M1[byte >> 4] * scale;
+        }
+      }
+      for (int64_t m = 0; m < m_count; ++m) {
+        float lanes[8] = {};
+        const float* row = x[m];
+        for (int64_t k = 0; k < w.in; k += 8)
+          for (int64_t lane = 0; lane < 8; ++lane) lanes[lane] += row[k + lane] * decoded[k + lane];
+        out[m * kBlockRows + n] = ((lanes[0] + lanes[4]) + (lanes[1] + lanes[5])) + ((lanes[2] + lanes[6]) + (lanes[3] + lanes[7]));
+      }
+    }
+  }
+  static void generic(const PackedMatrix& w, int64_t first, int64_t count, const float* const* x, int64_t m, float* out) {
+    body(w, first, count, x, m, out);
+  }
+#if KIMI_K3_X86
+  KIMI_K3_AVX2 static void avx2(const PackedMatrix& w, int64_t first, int64_t count, const float* const* x, int64_t m,
+                                float* out) {
+    body(w, first, count, x, m, out);
+  }
+#endif
+  static void rows(const PackedMatrix& w, int64_t first, int64_t count, const float* const* x, int64_t m, float* out) {
+#if KIMI_K3_X86
+    if (active_isa() >= Isa::avx2) return avx2(w, first, count, x, m, out);
+#endif
+    generic(w, first, count, x, m, out);
+  }
+  static void activate(const float* gate, const float* up, int64_t count, const Situ& s, float* hidden) {
+    for (int64_t n = 0; n < count; ++n) hidden[n] = situ(gate[n], up[n], s);
+  }
+};
+
+#if KIMI_K3_X86
+
+// bfloat16 activations. 64 bytes are 32 words of four codes; code j of all words is one table lookup, because the lookup
+// reads 5 bits and the table repeats every 16. So lane i of lookup j holds elements 8i + j and 8i + j + 4 of the 128,
+// and a prepared row is permuted to match; one scale covers 4 lanes.
+struct Bf16Rows {
+  using Element = bfloat16;
+  using Activation = bfloat16;
+  static constexpr int64_t kBlock = 128;
+  static int64_t padded(int64_t k) { return (k + kBlock - 1) / kBlock * kBlock; }
+  static int64_t place(int64_t k) {
+    int64_t in_block = k % kBlock, lane = in_block / 8, j = in_block % 4, half = in_block / 4 % 2;
+    return k - in_block + j * 32 + lane * 2 + half;
+  }
+  static void put(bfloat16* row, int64_t k, float value) { row[place(k)] = to_bfloat16(value); }
+
+  struct Decoded {  // one weight row's block: four lookups and the scale of each lane
+    __m512i values[4];
+    __m512 scale;
+  };
+
+  KIMI_K3_AVX512 static inline __m512i table() {
+    alignas(64) static const bfloat16 words[32] = {
+        0x0000, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0, 0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0,
+        0x0000, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0, 0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0};
+    return _mm512_load_si512(words);
+  }
+
+  KIMI_K3_AVX512 static inline void decode(const uint8_t* codes, const uint8_t* scales, int64_t left, __m512i lut,
+                                           Decoded& out) {
+    __m512i bytes;
+    uint32_t packed_scales;
+    if (left >= kBlock) {
+      bytes = _mm512_loadu_si512(codes);
+      std::memcpy(&packed_scales, scales, 4);
+    } else {
+      bytes = _mm512_maskz_loadu_epi8((1ull << (left / 2)) - 1, codes);
+      packed_scales = 0;
+      std::memcpy(&packed_scales, scales, left / kGroup);
+    }
+    out.values[0] = _mm512_permutexvar_epi16(bytes, lut);
+    out.values[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(bytes, 4), lut);
+    out.values[2] = _mm512_permutexvar_epi16(_mm512_srli_epi16(bytes, 8), lut);
+    out.values[3] = _mm512_permutexvar_epi16(_mm512_srli_epi16(bytes, 12), lut);
+    // 128-bit lane l takes scale byte l to bits 16..23 of each float, then to the exponent.
+    const __m512i spread = _mm512_set_epi8(
+        -1, 3, -1, -1, -1, 3, -1, -1, -1, 3, -1, -1, -1, 3, -1, -1, -1, 2, -1, -1, -1, 2, -1, -1, -1, 2, -1, -1, -1, 2, -1, -1,
+        -1, 1, -1, -1, -1, 1, -1, -1, -1, 1, -1, -1, -1, 1, -1, -1, -1, 0, -1, -1, -1, 0, -1, -1, -1, 0, -1, -1, -1, 0, -1, -1);
+    __m512i exponents = _mm512_shuffle_epi8(_mm512_set1_epi32(static_cast<int>(packed_scales)), spread);
+    out.scale = _mm512_castsi512_ps(_mm512_slli_epi32(exponents, 7));
+  }
+
+  template <int M, int N>
+  KIMI_K3_AVX512 static inline __attribute__((always_inline)) void accumulate(const Decoded* w, int64_t w_stride,
+                                                                              const bfloat16* const* x, int64_t k,
+                                                                              __m512 (&sums)[M][N]) {
+    __m512 block[M][N];
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) {
+      __m512bh values[N];
+#pragma GCC unroll 8
+      for (int n = 0; n < N; ++n) values[n] = (__m512bh)w[n * w_stride].values[j];
+#pragma GCC unroll 8
+      for (int m = 0; m < M; ++m) {
+        __m512bh row = (__m512bh)_mm512_loadu_si512(x[m] + k + j * 32);
+#pragma GCC unroll 8
+        for (int n = 0; n < N; ++n) {
+          __m512 before = j == 0 ? _mm512_setzero_ps() : block[m][n];
+          block[m][n] = _mm512_dpbf16_ps(before, values[n], row);
+        }
+      }
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m)
+#pragma GCC unroll 8
+      for (int n = 0; n < N; ++n) sums[m][n] = _mm512_fmadd_ps(block[m][n], w[n * w_stride].scale, sums[m][n]);
+  }
+
+  // Few rows: decode in registers.
+  template <int M, int N>
+  KIMI_K3_AVX512 static void direct(const PackedMatrix& w, int64_t first, const bfloat16* const* x, float* out) {
+    __m512 sums[M][N];
+    for (int m = 0; m < M; ++m)
+      for (int n = 0; n < N; ++n) sums[m][n] = _mm512_setzero_ps();
+    const __m512i lut = table();
+    for (int64_t k = 0; k < w.in; k += kBlock) {
+      Decoded blocks[N];
+#pragma GCC unroll 8
+      for (int n = 0; n < N; ++n)
+        decode(w.code_row(first + n) + k / 2, w.scale_row(first + n) + k / kGroup, w.in - k, lut, blocks[n]);
+      accumulate<M, N>(blocks, 1, x, k, sums);
+    }
+    for (int m = 0; m < M; ++m)
+      for (int n = 0; n < N; ++n) out[m * kBlockRows + n] = _mm512_reduce_add_ps(sums[m][n]);
+  }
+
+  // Many rows: from weight rows that were decoded once, [rows][blocks].
+  template <int M, int N>
+  KIMI_K3_AVX512 static void tile(const Decoded* w, int64_t blocks, const bfloat16* const* x, float* out) {
+    __m512 sums[M][N];
+    for (int m = 0; m < M; ++m)
+      for (int n = 0; n < N; ++n) sums[m][n] = _mm512_setzero_ps();
+    for (int64_t b = 0; b < blocks; ++b) accumulate<M, N>(w + b, blocks, x, b * kBlock, sums);
+    for (int m = 0; m < M; ++m)
+      for (int n = 0; n < N; ++n) out[m * kBlockRows + n] = _mm512_reduce_add_ps(sums[m][n]);
+  }
+
+  template <int N>
+  static void direct_rows(const PackedMatrix& w, int64_t first, const bfloat16* const* x, int64_t m, float* out) {
+    switch (m) {
+      case 1: return direct<1, N>(w, first, x, out);
+      case 2: return direct<2, N>(w, first, x, out);
+      default: return direct<3, N>(w, first, x, out);
+    }
+  }
+
+  template <int N>
+  static void tiles(const Decoded* w, int64_t blocks, const bfloat16* const* x, int64_t m_count, float* out) {
+    int64_t m = 0;
+    for (; m + 3 <= m_count; m += 3) tile<3, N>(w, blocks, x + m, out + m * kBlockRows);
+    if (m_count - m == 2) tile<2, N>(w, blocks, x + m, out + m * kBlockRows);
+    if (m_count - m == 1) tile<1, N>(w, blocks, x + m, out + m * kBlockRows);
+  }
+
+  KIMI_K3_AVX512 static void decode_rows(const PackedMatrix& w, int64_t first, int64_t count, int64_t blocks,
+                                         Decoded* out) {
+    const __m512i lut = table();
+    for (int64_t n = 0; n < count; ++n)
+      for (int64_t b = 0; b < blocks; ++b)
+        decode(w.code_row(first + n) + b * (kBlock / 2), w.scale_row(first + n) + b * (kBlock / kGroup),
+               w.in - b * kBlock, lut, out[n * blocks + b]);
+  }
+
+  static void rows(const PackedMatrix& w, int64_t first, int64_t count, const bfloat16* const* x, int64_t m, float* out) {
+    int64_t n = 0;
+    if (m <= 3) {
+      for (; n + 4 <= count; n += 4) direct_rows<4>(w, first + n, x, m, out + n);
+      for (; n < count; ++n) direct_rows<1>(w, first + n, x, m, out + n);
+      return;
+    }
+    int64_t blocks = padded(w.in) / kBlock;
+    static thread_local std::vector<uint8_t> scratch;
+    scratch.resize(count * blocks * sizeof(Decoded) + 64);
+    auto* decoded = reinterpret_cast<Decoded*>((reinterpret_cast<uintptr_t>(scratch.data()) + 63) & ~uintptr_t(63));
+    decode_rows(w, first, count, blocks, decoded);
+    for (; n + 4 <= count; n += 4) tiles<4>(decoded + n * blocks, blocks, x, m, out + n);
+    for (; n < count; ++n) tiles<1>(decoded + n * blocks, blocks, x, m, out + n);
+  }
+
+  KIMI_K3_AVX512 static void activate(const float* gate, const float* up, int64_t, const Situ& s, float* hidden) {
+    _mm512_storeu_ps(hidden, situ16(_mm512_loadu_ps(gate), _mm512_loadu_ps(up), s));
+  }
+};
+
+// float32 activations: per group of 32 the 16 even elements, then the 16 odd ones.
+struct Float32Rows {
+  using Element = float;
+  using Activation = float;
+  static int64_t padded(int64_t k) { return k; }
+  static int64_t place(int64_t k) { return k - k % kGroup + k % 2 * 16 + k % kGroup / 2; }
+  static void put(float* row, int64_t k, float value) { row[place(k)] = value; }
+
+  template <int M>
+  KIMI_K3_AVX512 static void dot(const PackedMatrix& w, int64_t n, const float* const* x, float* out) {
+    const __m512 lut = _mm512_loadu_ps(kE2M1);
+    __m512 sums[M];
+    for (int m = 0; m < M; ++m) sums[m] = _mm512_setzero_ps();
+    const uint8_t *codes = w.code_row(n), *scales = w.scale_row(n);
+    for (int64_t g = 0; g < w.in / kGroup; ++g) {
+      __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + g * 16)));
+      __m512 even = _mm512_permutexvar_ps(bytes, lut), odd = _mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), lut);
+      __m512 scale = _mm512_set1_ps(scale_value(scales[g]));
+#pragma GCC unroll 8
+      for (int m = 0; m < M; ++m) {
+        const float* row = x[m] + g * kGroup;
+        __m512 block = _mm512_fmadd_ps(odd, _mm512_loadu_ps(row + 16), _mm512_mul_ps(even, _mm512_loadu_ps(row)));
+        sums[m] = _mm512_fmadd_ps(block, scale, sums[m]);
+      }
+    }
+    for (int m = 0; m < M; ++m) out[m * kBlockRows] = _mm512_reduce_add_ps(sums[m]);
+  }
+
+  static void rows(const PackedMatrix& w, int64_t first, int64_t count, const float* const* x, int64_t m_count, float* out) {
+    for (int64_t n = 0; n < count; ++n) {
+      int64_t m = 0;
+      for (; m + 8 <= m_count; m += 8) dot<8>(w, first + n, x + m, out + m * kBlockRows + n);
+      for (; m < m_count; ++m) dot<1>(w, first + n, x + m, out + m * kBlockRows + n);
+    }
+  }
+
+  KIMI_K3_AVX512 static void activate(const float* gate, const float* up, int64_t, const Situ& s, float* hidden) {
+    _mm512_storeu_ps(hidden, situ16(_mm512_loadu_ps(gate), _mm512_loadu_ps(up), s));
+  }
+};
+
+#endif
+
+}  // namespace kimi_k3

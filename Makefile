@@ -10,9 +10,10 @@ DEMO_PROMPT := **PROSPERO**\n\nMy brave spirit, come!
 
 install: $(VENV)/.installed
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.installed: pyproject.toml constraints.txt setup.py $(shell find kernels/kimi_k3_kernels/csrc -type f)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
+	$(BIN)/python setup.py --quiet build_ext --inplace
 	touch $@
 
 demo: install

@@ -6,6 +6,7 @@ then fills one parameter after another from plain file reads. What a tensor is, 
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from pathlib import Path
@@ -124,7 +125,9 @@ def load_pretrained(
 
     shards = {index.weight_map[name] for name in (*needed, *carried)}
     folder = resolve_files(path_or_repo, shards | set(COMPANION_FILES), hub)
-    stored = read_headers(folder, index, shards, is_whole=len(shards) == len(set(index.weight_map.values())), verify=verify)
+    stored = read_headers(
+        folder, index, shards, is_whole=len(shards) == len(set(index.weight_map.values())), verify=verify
+    )
     _check_tensors(model, config, {name: stored[name] for name in (*needed, *carried)})
     if verify == "sha256":
         from kimi_k3.verification import check_sha256
@@ -146,6 +149,9 @@ def load_pretrained(
         load_parts(model, parts, plan, target, progress)
     _assert_complete(model, allow_meta=device_map is not None)
     model.checkpoint_source = source  # type: ignore[assignment]
+    generation = folder / "generation_config.json"
+    if generation.is_file():
+        model.generation_config = json.loads(generation.read_text())
     if trunk == "int8":
         from kimi_k3.quantization import quantize_trunk_int8_
 
@@ -169,7 +175,9 @@ def _check_options(
         if given not in allowed:
             raise ValueError(f"from_pretrained: {name}: want one of {allowed}, got {given!r}")
     if device is not None and device_map is not None:
-        raise ValueError(f"from_pretrained: want device or device_map, got device={device!r} and device_map={device_map!r}")
+        raise ValueError(
+            f"from_pretrained: want device or device_map, got device={device!r} and device_map={device_map!r}"
+        )
     if trunk is not None and device_map is not None:
         raise ValueError("from_pretrained: want trunk or device_map: offloaded weights stay as they are stored")
 
@@ -194,7 +202,9 @@ def _report_disagreement(config: KimiK3Config, packed_layers: dict[int, bool]) -
     for pattern in [] if quantization is None else quantization.get("ignore", []):
         if not pattern.startswith("re:"):
             continue
-        hit = [n for n in packed if re.match(pattern[3:], file_name_of(f"model.layers.{n}.block_sparse_moe.experts.w1", 0))]
+        hit = [
+            n for n in packed if re.match(pattern[3:], file_name_of(f"model.layers.{n}.block_sparse_moe.experts.w1", 0))
+        ]
         if hit:
             logger.warning("config.json ignores %r, but the shards hold packed experts there (layers %s)", pattern, hit)
 
@@ -213,10 +223,12 @@ def _meta_model(
 ) -> Model:
     keeps_packed = experts == "mxfp4" and any(packed_layers.get(layer, False) for layer in layers)
     with torch.device("meta"), _NoDraws():
-        model = cls(config, experts="mxfp4" if keeps_packed else "dequantized", layers=layers)  # type: ignore[call-arg]
+        model = cls(config, experts="mxfp4" if keeps_packed else "dequantized", layers=layers)
         plain = [layer for layer in layers if not packed_layers.get(layer, True)]
         if experts == "mxfp4" and plain:
-            logger.warning("experts='mxfp4' was asked for, but layers %s are stored with plain experts and stay so", plain)
+            logger.warning(
+                "experts='mxfp4' was asked for, but layers %s are stored with plain experts and stay so", plain
+            )
         for layer in plain if keeps_packed else []:
             block = model.get_submodule(f"model.layers.{layer}.block_sparse_moe")
             block.experts = KimiK3Experts(config.text_config, packed=False)
@@ -230,7 +242,9 @@ def _needed_names(model: nn.Module, num_experts: int, packed_layers: dict[int, b
         if not is_expert_stack(module_name):
             needed.append(file_name_of(module_name))
             continue
-        is_decoded = not module_name.endswith(("_packed", "_scale")) and packed_layers.get(layer_of(module_name) or 0, False)
+        is_decoded = not module_name.endswith(("_packed", "_scale")) and packed_layers.get(
+            layer_of(module_name) or 0, False
+        )
         stacks = (f"{module_name}_packed", f"{module_name}_scale") if is_decoded else (module_name,)
         needed += [file_name_of(stack, expert) for expert in range(num_experts) for stack in stacks]
     return needed
@@ -335,7 +349,8 @@ def load_parts(
     """Give the planned parameters memory on a device and fill them, shard by shard."""
     from huggingface_hub.utils import tqdm
 
-    heads = model.config.text_config.kda_num_heads  # type: ignore[union-attr]
+    config: KimiK3Config = model.config  # type: ignore[assignment]
+    heads = config.text_config.kda_num_heads
     filled: dict[str, Tensor] = {}
     total = sum(part.stored.num_bytes for part in parts)
     bar = tqdm(total=total, unit="B", unit_scale=True, desc="Loading", disable=None if progress else True)

@@ -29,6 +29,15 @@ def _require_positive_int(prefix: str, config: Any, *keys: str) -> None:
             _reject(f"{prefix}{key}", "a positive integer", value)
 
 
+def _require_positive(key: str, value: Any) -> None:
+    if not _is_number(value) or not value > 0:
+        _reject(key, "a positive number", value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
 def _split_known(cls: type, values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     names = {f.name for f in dataclasses.fields(cls)} - {"extra"}
     known = {key: copy.deepcopy(value) for key, value in values.items() if key in names}
@@ -151,15 +160,17 @@ class KimiK3TextConfig(_ConfigPart):
         if self.use_grouped_topk and self.num_experts_per_token > reachable:
             _reject("topk_group", f"enough to reach {self.num_experts_per_token} experts a token", self.topk_group)
         for key in ("activation_situ_beta", "activation_situ_linear_beta"):
-            value = getattr(self, key)
-            if value is not None and not value > 0:
-                _reject(key, "positive or absent", value)
-        for key in ("rms_norm_eps", "mla_rank_norm_eps"):
-            if not getattr(self, key) > 0:
-                _reject(key, "positive", getattr(self, key))
+            if getattr(self, key) is not None:
+                _require_positive(key, getattr(self, key))
+        for key in ("rms_norm_eps", "mla_rank_norm_eps", "initializer_range", "routed_scaling_factor"):
+            _require_positive(key, getattr(self, key))
+        for key in ("latent_moe_use_norm", "moe_renormalize", "use_grouped_topk"):
+            _require_one_of(key, getattr(self, key), True, False)
 
     def _check_linear_attn(self) -> None:
         linear = self.linear_attn_config
+        if not isinstance(linear, dict):
+            _reject("linear_attn_config", "an object", linear)
         for key in ("full_attn_layers", "kda_layers", "num_heads", "head_dim", "short_conv_kernel_size"):
             if key not in linear:
                 raise ValueError(f"config: linear_attn_config needs the key {key!r}, got {sorted(linear)}")
@@ -169,8 +180,9 @@ class KimiK3TextConfig(_ConfigPart):
         if not isinstance(linear["short_conv_kernel_size"], int) or linear["short_conv_kernel_size"] < 2:
             _reject("linear_attn_config.short_conv_kernel_size", "an integer >= 2", linear["short_conv_kernel_size"])
         bound = linear.get("gate_lower_bound")
-        if bound is not None and not -5.0 <= bound < 0:
+        if bound is not None and not (_is_number(bound) and -5.0 <= bound < 0):
             _reject("linear_attn_config.gate_lower_bound", "in [-5, 0) or absent", bound)
+        _require_one_of("linear_attn_config.use_full_rank_gate", linear.get("use_full_rank_gate", False), True, False)
         layers = sorted(linear["full_attn_layers"]) + sorted(linear["kda_layers"])
         if sorted(layers) != list(range(1, self.num_hidden_layers + 1)):
             raise ValueError(

@@ -88,7 +88,9 @@ def _converted(
             scale = stored.get(f"{name}_scale")
             if scale is None:
                 raise CheckpointError(f"{tensor.file}: tensor {tensor.name!r} has no {name}_scale beside it")
-            yield TensorToWrite(name, torch.bfloat16, (tensor.shape[0], tensor.shape[1] * 2), _decoded(reader, tensor, scale))
+            yield TensorToWrite(
+                name, torch.bfloat16, (tensor.shape[0], tensor.shape[1] * 2), _decoded(reader, tensor, scale)
+            )
         elif expert is not None and experts == "mxfp4" and tensor.name.endswith(".weight"):
             make = _packed(reader, tensor)
             yield from PackedMatrix(tensor.name.removesuffix(".weight"), make, *tensor.shape).tensors

@@ -63,16 +63,22 @@ def end_ids(model: KimiK3ForCausalLM, eos_token_id: int | Sequence[int] | None) 
     """The ids that end a generation: those given, else those of config.json and generation_config.json; [] is none."""
     if eos_token_id is not None:
         return frozenset([eos_token_id] if isinstance(eos_token_id, int) else eos_token_id)
-    generation = model.generation_config.get("eos_token_id", [])
-    return frozenset(model.config.eos_token_ids) | frozenset(
-        [generation] if isinstance(generation, int) else generation
-    )
+    generation = model.generation_config.get("eos_token_id")
+    generation = [generation] if isinstance(generation, int) else generation or []
+    return frozenset(model.config.eos_token_ids) | frozenset(generation)
 
 
 def _next_logits(
     model: KimiK3ForCausalLM, input_ids: Tensor, attention_mask: Tensor | None, prefill_tokens: int, **inputs: Any
 ) -> Generator[Tensor, Tensor, None]:
     """Logits [B, V] after the prompt, then, each time tokens [B] are sent, after those."""
+    if input_ids.ndim != 2 or 0 in input_ids.shape:
+        raise ValueError(f"generate: want input_ids [B, T], not empty, got {list(input_ids.shape)}")
+    if attention_mask is not None and attention_mask.shape != input_ids.shape:
+        wanted, given = list(input_ids.shape), list(attention_mask.shape)
+        raise ValueError(f"generate: want attention_mask {wanted} as input_ids, got {given}")
+    if prefill_tokens < 1:
+        raise ValueError(f"generate: want prefill_tokens >= 1, got {prefill_tokens}")
     inputs_embeds, attention_mask = model.prompt_embeds(input_ids, attention_mask, **inputs)
     length = input_ids.shape[1] if inputs_embeds is None else inputs_embeds.shape[1]
     cache = model.make_cache(input_ids.shape[0])

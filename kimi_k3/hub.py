@@ -127,9 +127,10 @@ def _check_disk(repo: str, patterns: list[str], options: HubOptions) -> None:
 def hub_checksums(path_or_repo: str, filenames: Collection[str], options: HubOptions) -> dict[str, str]:
     """SHA-256 of those files whose hash the Hub's metadata holds (it does for all weights)."""
     from huggingface_hub import HfApi
+    from huggingface_hub.hf_api import RepoFile
 
     infos = HfApi(token=options.token).get_paths_info(path_or_repo, list(filenames), revision=options.revision)
-    return {info.path: info.lfs.sha256 for info in infos if getattr(info, "lfs", None) is not None}
+    return {info.path: info.lfs.sha256 for info in infos if isinstance(info, RepoFile) and info.lfs is not None}
 
 
 def push_to_hub(

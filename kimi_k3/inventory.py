@@ -96,7 +96,9 @@ def read_headers(
         header = read_header(folder / shard)
         lacking = by_shard[shard] - header.keys()
         if lacking:
-            raise CheckpointError(f"{folder / shard}: lacks tensors that the index places there: {some_of(sorted(lacking))}")
+            raise CheckpointError(
+                f"{folder / shard}: lacks tensors that the index places there: {some_of(sorted(lacking))}"
+            )
         for name in header.keys() - by_shard[shard]:
             if name in index.weight_map:
                 other = index.weight_map[name]

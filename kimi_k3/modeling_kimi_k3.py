@@ -88,9 +88,9 @@ class KimiK3DecoderLayer(nn.Module):
         x = mix(running_sum, bank, sealed_after, self.mlp_res_norm, self.mlp_res_proj)
         x = self.post_attention_layernorm(x)
         if self.is_moe:
-            out, router_logits = self.block_sparse_moe(x)
+            out, router_logits = self.block_sparse_moe(x, batch.is_decode)
             return running_sum + out, router_logits
-        return running_sum + self.mlp(x), None
+        return running_sum + self.mlp(x, batch.is_decode), None
 
 
 class KimiK3Model(nn.Module):

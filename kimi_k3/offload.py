@@ -86,7 +86,10 @@ def load_dispatched(
     for unit, place in places.items():
         if place != str(main):
             hook = AlignDevicesHook(
-                execution_device=main, offload=True, weights_map=PrefixedDataset(weights, f"{unit}."), place_submodules=True
+                execution_device=main,
+                offload=True,
+                weights_map=PrefixedDataset(weights, f"{unit}."),
+                place_submodules=True,
             )
             add_hook_to_module(model.get_submodule(unit), hook)
     model.hf_device_map = places  # type: ignore[assignment]
@@ -117,7 +120,9 @@ def _places(model: nn.Module, device_map: str | dict[str, Any], units: list[str]
     for unit in units:
         keys = [key for key in device_map if key == "" or unit == key or unit.startswith(key + ".")]
         if not keys:
-            raise ValueError(f"device_map: no place for {unit}; want names of modules of this model, got {sorted(device_map)}")
+            raise ValueError(
+                f"device_map: no place for {unit}; want names of modules of this model, got {sorted(device_map)}"
+            )
         place = device_map[max(keys, key=len)]
         if _is_movable(unit):
             places[unit] = f"cuda:{place}" if isinstance(place, int) else str(place)

@@ -46,11 +46,7 @@ def experts_from_mxtensor(tensor: MXTensor) -> tuple[Tensor, Tensor]:
 
     Raises: ValueError for another element type or group size, or swizzled scales.
     """
-    if (
-        tensor.elem_dtype != torch.float4_e2m1fn_x2
-        or tensor.block_size != MXFP4_GROUP
-        or tensor.is_swizzled_scales
-    ):
+    if tensor.elem_dtype != torch.float4_e2m1fn_x2 or tensor.block_size != MXFP4_GROUP or tensor.is_swizzled_scales:
         raise ValueError(
             f"experts_from_mxtensor: want float4_e2m1fn_x2 in groups of {MXFP4_GROUP} with plain scales, got "
             f"{tensor.elem_dtype} in groups of {tensor.block_size}, swizzled: {tensor.is_swizzled_scales}"
@@ -61,8 +57,8 @@ def experts_from_mxtensor(tensor: MXTensor) -> tuple[Tensor, Tensor]:
 def quantize_trunk_int8_(model: nn.Module) -> None:
     """Quantise the linear layers outside experts, router and head to int8, weight only, in place. Lossy.
 
-    Each output channel gets one scale (torchao's Int8WeightOnlyConfig). Decides a model's quality only measurably: compare
-    the perplexity of both on your own text. Such a model cannot be saved.
+    Each output channel gets one scale (torchao's Int8WeightOnlyConfig). What it costs is for a measurement to say: compare
+    the perplexity with and without it on your own text. Such a model cannot be saved.
     """
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
@@ -78,4 +74,6 @@ def quantize_trunk_int8_(model: nn.Module) -> None:
     config: Any = Int8WeightOnlyConfig()
     quantize_(model, config, filter_fn=is_trunk)
     model.lossy_trunk = "int8"  # type: ignore[assignment]
-    logger.warning("trunk='int8' is lossy: %d linear layers now have int8 weights, and this model cannot be saved", len(chosen))
+    logger.warning(
+        "trunk='int8' is lossy: %d linear layers now have int8 weights, and this model cannot be saved", len(chosen)
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -45,7 +46,7 @@ class SamplingParams:
         if isinstance(self.stop, str):
             self.stop = (self.stop,)
         check(self.max_new_tokens >= 1, "max_new_tokens", ">= 1")
-        check(self.temperature >= 0, "temperature", ">= 0")
+        check(0 <= self.temperature < math.inf, "temperature", ">= 0 and finite")
         check(0 < self.top_p <= 1, "top_p", "in (0, 1]")
         check(self.top_k >= 0, "top_k", ">= 0 (0: no limit)")
         check(0 <= self.min_p <= 1, "min_p", "in [0, 1]")
@@ -69,7 +70,9 @@ def uniform(seed: int, position: int) -> float:
 
 def sorted_probabilities(logits_V: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
     """Probabilities, largest first, zero where a filter drops a token, and the tokens they belong to."""
-    scaled_V = logits_V.float() / params.temperature
+    # From the largest downwards, so that no quotient overflows to +inf, and by no less than float32 can hold.
+    below_V = logits_V.float() - logits_V.max().float()
+    scaled_V = below_V / max(params.temperature, torch.finfo(torch.float32).tiny)
     sorted_V, tokens_V = scaled_V.sort(descending=True, stable=True)
     probabilities_V = sorted_V.softmax(-1)
     if params.top_k:

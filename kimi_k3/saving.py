@@ -56,9 +56,6 @@ QUANTIZATION_CONFIG: dict[str, Any] = {
 }  # fmt: skip
 
 
-
-
-
 def save_pretrained(
     model: nn.Module, folder: str | Path, max_shard_size: str | int = "5GB", *, experts: str | None = None
 ) -> None:
@@ -81,7 +78,9 @@ def save_pretrained(
         raise ValueError(f"save_pretrained: experts: want 'mxfp4', 'dequantized' or None, got {experts!r}")
     config: KimiK3Config = model.config  # type: ignore[assignment]
     if getattr(model, "lossy_trunk", None) is not None:
-        raise ValueError(f"save_pretrained: the trunk is quantised ({model.lossy_trunk}), which is lossy: load without trunk=")
+        raise ValueError(
+            f"save_pretrained: the trunk is quantised ({model.lossy_trunk}), which is lossy: load without trunk="
+        )
     held = model.model.layer_range  # type: ignore[union-attr]
     if held != range(config.text_config.num_hidden_layers):
         raise ValueError(f"save_pretrained: this model holds only {held}: load it without layers= to save it")
@@ -177,7 +176,9 @@ def _experts_to_write(
                     yield from (_from_source(source, n, reader) for n in stored_names)
                 elif is_packed:
                     for n, tensor in zip(stored_names, (codes, scales)):
-                        yield TensorToWrite(n, torch.uint8, tuple(tensor.shape[1:]), _bytes_of(tensor[expert], torch.uint8))
+                        yield TensorToWrite(
+                            n, torch.uint8, tuple(tensor.shape[1:]), _bytes_of(tensor[expert], torch.uint8)
+                        )
                 else:
                     shape = (codes.shape[1], codes.shape[2] * 2)
                     yield TensorToWrite(matrix, torch.bfloat16, shape, _decoded(codes, scales, expert))
@@ -189,7 +190,9 @@ def _experts_to_write(
                 make = _repacked(stack, expert, pair if intact else None, reader)
                 yield from PackedMatrix(matrix.removesuffix(".weight"), make, stack.shape[1], stack.shape[2]).tensors
             else:
-                yield TensorToWrite(matrix, torch.bfloat16, tuple(stack.shape[1:]), _bytes_of(stack[expert], torch.bfloat16))
+                yield TensorToWrite(
+                    matrix, torch.bfloat16, tuple(stack.shape[1:]), _bytes_of(stack[expert], torch.bfloat16)
+                )
     if source is not None and is_packed and "w1" in parameters and not parameters["w1"].is_meta:
         first = file_name_of(f"{prefix}w1_packed", 0)
         if first in origin and not source.is_intact(first):
@@ -225,7 +228,9 @@ def write_companions(config: KimiK3Config, folder: Path, source: Path | None, na
     has_plain = any(module_name_of(name)[1] is not None and name.endswith(".weight") for name in names)
     config = copy.deepcopy(config)
     if has_packed and config.quantization_config is None:
-        config.text_config = dataclasses.replace(config.text_config, quantization_config=copy.deepcopy(QUANTIZATION_CONFIG))
+        config.text_config = dataclasses.replace(
+            config.text_config, quantization_config=copy.deepcopy(QUANTIZATION_CONFIG)
+        )
     elif has_plain and not has_packed:
         config.extra.pop("quantization_config", None)
         config.text_config = dataclasses.replace(config.text_config, quantization_config=None)
@@ -245,5 +250,3 @@ def write_companions(config: KimiK3Config, folder: Path, source: Path | None, na
         keys = ("bos_token_id", "eos_token_id", "pad_token_id")
         values = {key: config._token_id(key) for key in keys}
         generation.write_text(json.dumps({k: v for k, v in values.items() if v is not None}, indent=2) + "\n")
-
-

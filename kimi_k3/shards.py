@@ -79,11 +79,9 @@ def read_index(path: Path) -> Index:
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """Where each tensor of a safetensors file lies. The file must be exactly as long as its header says."""
-    try:
-        file = open(path, "rb")
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: this shard is missing") from None
-    with file:
+    if not path.exists():
+        raise CheckpointError(f"{path}: this shard is missing")
+    with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         prefix = file.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
@@ -123,7 +121,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 def byte_view(tensor: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor."""
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 class ShardReader:

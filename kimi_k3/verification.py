@@ -96,7 +96,9 @@ def verify_folder(path: str | Path, sha256: bool = False) -> VerificationReport:
                 elif home is None:
                     report.problems.append(f"{folder / shard}: unexpected tensor {name!r}: the index does not name it")
                 else:
-                    report.problems.append(f"{folder / shard}: tensor {name!r} stands here and, by the index, in {home}")
+                    report.problems.append(
+                        f"{folder / shard}: tensor {name!r} stands here and, by the index, in {home}"
+                    )
             if lacking[shard]:
                 gone = [n for n, home in index.weight_map.items() if home == shard and n not in header]
                 report.problems += [f"{folder / shard}: lacks tensor {n!r}, which the index places there" for n in gone]
@@ -157,7 +159,8 @@ def _check_names(
     where = report.folder / (INDEX_FILE if (report.folder / INDEX_FILE).exists() else SINGLE_FILE)
     report.problems += [f"{where}: missing tensor {name!r}" for name in sorted(wanted - weight_map.keys())]
     report.problems += [
-        f"{where}: unexpected tensor {name!r}, placed in {weight_map[name]}" for name in sorted(weight_map.keys() - wanted)
+        f"{where}: unexpected tensor {name!r}, placed in {weight_map[name]}"
+        for name in sorted(weight_map.keys() - wanted)
     ]
 
 
@@ -186,7 +189,9 @@ def _verify_checksums(folder: Path, shards: list[str], report: VerificationRepor
         report.problems.append(f"{folder / shard}: SHA-256 differs from {known[shard]}")
     report.checksums = f"{len(known)} of {len(present)} shards hashed"
     if unknown:
-        report.notes.append(f"no SHA-256 is known (no {CHECKSUM_FILE}, not in the Hub's cache) of: {', '.join(unknown)}")
+        report.notes.append(
+            f"no SHA-256 is known (no {CHECKSUM_FILE}, not in the Hub's cache) of: {', '.join(unknown)}"
+        )
 
 
 def check_sha256(path_or_repo: str | Path, folder: Path, shards: list[str], hub: HubOptions) -> None:

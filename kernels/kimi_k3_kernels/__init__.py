@@ -3,6 +3,7 @@
 from kimi_k3_kernels import native
 from kimi_k3_kernels.attn_res import attn_res_mix
 from kimi_k3_kernels.kda import kda_chunk, kda_chunk_export, kda_step_
+from kimi_k3_kernels.matvec import matvec
 from kimi_k3_kernels.mla import mla_decode, mla_prefill
 from kimi_k3_kernels.mxfp4_experts import (
     dense_experts,
@@ -21,6 +22,7 @@ __all__ = [
     "kda_chunk",
     "kda_chunk_export",
     "kda_step_",
+    "matvec",
     "mla_decode",
     "mla_prefill",
     "mxfp4_dequantize",

@@ -104,6 +104,3 @@ def load() -> Path | None:
     torch.ops.load_library(str(library))
     return library
 
-
-if __name__ == "__main__":
-    print(build(installed_library()))

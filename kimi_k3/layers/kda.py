@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from kimi_k3.cache import PackedBatch
 from kimi_k3.configuration_kimi_k3 import KimiK3TextConfig
+from kimi_k3.layers.linear import project
 from kimi_k3.layers.norm import GatedRMSNorm
 from kimi_k3_kernels import kda_chunk, kda_step_, short_conv, short_conv_step_
 from kimi_k3_kernels.library import compute_dtype
@@ -75,7 +76,10 @@ class KimiDeltaAttention(nn.Module):
     def forward(self, x_TD: Tensor, batch: PackedBatch, pools: tuple[Tensor, ...]) -> Tensor:
         state_pool, conv_pool = pools
         slots = (batch.read_slots, batch.write_slots)
-        qkv_TC = torch.cat([self.q_proj(x_TD), self.k_proj(x_TD), self.v_proj(x_TD)], dim=-1)
+        gate_proj = self.g_proj if self.use_full_rank_gate else self.g_a_proj
+        inputs = [self.q_proj, self.k_proj, self.v_proj, self.f_a_proj, self.b_proj, gate_proj]
+        *qkv, decay_TK, beta_logit_TH, gate_TC = project(x_TD, inputs, batch.is_decode)
+        qkv_TC = torch.cat(qkv, dim=-1)
         taps_C1W = torch.cat([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight])
         if batch.is_decode:
             qkv_TC = short_conv_step_(qkv_TC, taps_C1W[:, 0], conv_pool, *slots)
@@ -86,14 +90,17 @@ class KimiDeltaAttention(nn.Module):
         k_THK = l2_normalize(k_THK).to(x_TD.dtype)
 
         wide = compute_dtype(x_TD)
-        logit_TC = self.f_b_proj(self.f_a_proj(x_TD)).to(wide) + self.dt_bias.to(wide)
+        (decay_TC,) = project(decay_TK, [self.f_b_proj], batch.is_decode)
+        logit_TC = decay_TC.to(wide) + self.dt_bias.to(wide)
         A_log_H = self.A_log[: self.num_heads].to(wide)
         log_decay_THK = log_decay_gate(logit_TC.unflatten(-1, (self.num_heads, -1)), A_log_H, self.gate_lower_bound)
-        beta_TH = torch.sigmoid(self.b_proj(x_TD).to(wide))
+        beta_TH = torch.sigmoid(beta_logit_TH.to(wide))
 
         if batch.is_decode:
             o_THV = kda_step_(q_THK, k_THK, v_THV, log_decay_THK, beta_TH, state_pool, *slots)
         else:
             o_THV = kda_chunk(q_THK, k_THK, v_THV, log_decay_THK, beta_TH, state_pool, *slots, batch.cu_seqlens)
-        gate_TC = self.g_proj(x_TD) if self.use_full_rank_gate else self.g_b_proj(self.g_a_proj(x_TD))
-        return self.o_proj(self.o_norm(o_THV, gate_TC.view_as(o_THV)).flatten(1))
+        if not self.use_full_rank_gate:
+            (gate_TC,) = project(gate_TC, [self.g_b_proj], batch.is_decode)
+        normed_THV = self.o_norm(o_THV, gate_TC.reshape(o_THV.shape))
+        return project(normed_THV.flatten(1), [self.o_proj], batch.is_decode)[0]

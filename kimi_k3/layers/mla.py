@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from kimi_k3.cache import PackedBatch
 from kimi_k3.configuration_kimi_k3 import KimiK3TextConfig
+from kimi_k3.layers.linear import project
 from kimi_k3.layers.norm import RMSNorm
 from kimi_k3_kernels import mla_decode, mla_prefill
 
@@ -34,9 +35,12 @@ class KimiMLAAttention(nn.Module):
 
     def forward(self, x_TD: Tensor, batch: PackedBatch, pools: tuple[Tensor, ...]) -> Tensor:
         (latent_pool,) = pools
-        q_THC = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_TD))).unflatten(-1, (self.num_heads, -1))
+        inputs = [self.q_a_proj, self.kv_a_proj_with_mqa, self.g_proj]
+        rank_TC, latent_TC, gate_TC = project(x_TD, inputs, batch.is_decode)
+        (q_TC,) = project(self.q_a_layernorm(rank_TC), [self.q_b_proj], batch.is_decode)
+        q_THC = q_TC.unflatten(-1, (self.num_heads, -1))
         # k_r has no rotation ("nope" everywhere): ordinary key channels, shared by all heads, and not normed.
-        latent_TR, shared_key_TC = self.kv_a_proj_with_mqa(x_TD).split([self.rank, self.rope_dim], dim=-1)
+        latent_TR, shared_key_TC = latent_TC.split([self.rank, self.rope_dim], dim=-1)
         latent_TC = torch.cat([self.kv_a_layernorm(latent_TR), shared_key_TC], dim=-1)
         if batch.latent_rows is not None:
             latent_pool.view(-1, latent_pool.shape[-1]).index_copy_(0, batch.latent_rows, latent_TC.detach())
@@ -47,7 +51,7 @@ class KimiMLAAttention(nn.Module):
                 q_THC, latent_TC, self.kv_b_proj.weight, latent_pool, batch.block_tables, batch.past_lens,
                 batch.cu_seqlens, self.scale,
             )  # fmt: skip
-        return self.o_proj(o_THV.flatten(1) * torch.sigmoid(self.g_proj(x_TD)))
+        return project(o_THV.flatten(1) * torch.sigmoid(gate_TC), [self.o_proj], batch.is_decode)[0]
 
     def _absorbed(self, q_THC: Tensor, latent_pool: Tensor, batch: PackedBatch) -> Tensor:
         """Attention in the latent space: the key expansion moves to the query, the value expansion to the output."""

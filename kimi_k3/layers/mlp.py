@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from kimi_k3.configuration_kimi_k3 import KimiK3TextConfig
+from kimi_k3.layers.linear import project
 from kimi_k3_kernels.mxfp4_experts.reference import situ
 
 
@@ -18,5 +19,6 @@ class KimiK3MLP(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, config.hidden_size, bias=False)
         self.beta, self.linear_beta = config.situ_betas
 
-    def forward(self, x_TD: Tensor) -> Tensor:
-        return self.down_proj(situ(self.gate_proj(x_TD), self.up_proj(x_TD), self.beta, self.linear_beta))
+    def forward(self, x_TD: Tensor, is_decode: bool = False) -> Tensor:
+        gate_TF, up_TF = project(x_TD, [self.gate_proj, self.up_proj], is_decode)
+        return project(situ(gate_TF, up_TF, self.beta, self.linear_beta), [self.down_proj], is_decode)[0]

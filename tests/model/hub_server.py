@@ -99,11 +99,13 @@ class HubServer:
 
     def _file(self, request: BaseHTTPRequestHandler, method: str, path: Path) -> None:
         if not path.is_file():
-            self._json(request, {"error": "Entry not found"}, 404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT})
+            self._json(
+                request, {"error": "Entry not found"}, 404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT}
+            )
             return
         raw = path.read_bytes()
         size, status, first = len(raw), 200, 0
-        if match := re.fullmatch(r"bytes=(\d+)-", request.headers.get("range") or ""):
+        if match := re.fullmatch(r"bytes=(\d+)-(\d*)", request.headers.get("range") or ""):
             status, first = 206, int(match[1])
             self.ranges.append(match[0])
         digest = hashlib.sha256(raw) if path.suffix == ".safetensors" else hashlib.sha1(raw)
@@ -124,10 +126,16 @@ class HubServer:
             else:
                 request.wfile.write(raw[first:])
 
-    def _json(self, request: BaseHTTPRequestHandler, value: object, status: int = 200, headers: dict | None = None) -> None:
+    def _json(
+        self, request: BaseHTTPRequestHandler, value: object, status: int = 200, headers: dict | None = None
+    ) -> None:
         raw = json.dumps(value).encode()
         request.send_response(status)
-        for key, text in {"Content-Type": "application/json", "Content-Length": str(len(raw)), **(headers or {})}.items():
+        for key, text in {
+            "Content-Type": "application/json",
+            "Content-Length": str(len(raw)),
+            **(headers or {}),
+        }.items():
             request.send_header(key, text)
         request.end_headers()
         if request.command != "HEAD":

@@ -207,7 +207,9 @@ DAMAGE = {
     "renamed head": lambda t: t.update({"lm_head.weight": t.pop("language_model.lm_head.weight")}),
     "mis-shaped": lambda t: t.update({f"{LAYER1}self_attn.o_proj.weight": torch.zeros(128, 127, dtype=torch.bfloat16)}),
     "transposed": lambda t: t.update({f"{LAYER1}mlp_res_proj.weight": t[f"{LAYER1}mlp_res_proj.weight"].T}),
-    "wrong dtype": lambda t: t.update({f"{LAYER1}self_attn.b_proj.weight": t[f"{LAYER1}self_attn.b_proj.weight"].half()}),
+    "wrong dtype": lambda t: t.update(
+        {f"{LAYER1}self_attn.b_proj.weight": t[f"{LAYER1}self_attn.b_proj.weight"].half()}
+    ),
     "wrong float32": lambda t: t.update({f"{LAYER1}self_attn.dt_bias": t[f"{LAYER1}self_attn.dt_bias"].bfloat16()}),
     "group of 16": lambda t: t.update({f"{EXPERT}_scale": t[f"{EXPERT}_scale"].repeat_interleave(2, dim=1)}),
     "packed and plain": lambda t: t.update({EXPERT.replace(".3.", ".4."): torch.zeros(32, 64, dtype=torch.bfloat16)}),
@@ -271,7 +273,10 @@ def test_a_file_with_more_bytes_than_its_header_describes_is_refused(tmp_path):
 
 def test_one_key_in_two_shards_is_named_with_both(tmp_path):
     folder = sharded_copy_of("golden", tmp_path / "s")
-    name, home, other = f"{LAYER1}input_layernorm.weight", *(shard_of(folder, f"{p}mlp_res_norm.weight") for p in (LAYER1, LAYER0))
+    name, home, other = (
+        f"{LAYER1}input_layernorm.weight",
+        *(shard_of(folder, f"{p}mlp_res_norm.weight") for p in (LAYER1, LAYER0)),
+    )
     edit(folder, lambda t: t.update({name: torch.zeros(128, dtype=torch.bfloat16)}), other)
     with pytest.raises(CheckpointError) as error:
         load(folder)
@@ -384,10 +389,9 @@ MEASURE = """
     shards = sorted(Path(sys.argv[1]).glob("*.safetensors"))
     size = sum(shard.stat().st_size for shard in shards)
 
-    def read_files():
+    def read_files():  # into fresh memory, as a load does
         start = time.perf_counter()
-        for shard in shards:
-            shard.read_bytes()
+        held = [shard.read_bytes() for shard in shards]
         return time.perf_counter() - start
 
     def load():

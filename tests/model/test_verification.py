@@ -47,7 +47,9 @@ def test_a_missing_a_truncated_and_a_renamed_entry_are_all_in_one_report(tmp_pat
 def test_what_the_index_lacks_or_has_too_much_is_named(tmp_path):
     folder = sharded_copy_of("vision", tmp_path / "s")
     edit_index(folder, lambda index: index["weight_map"].pop("mm_projector.post_norm.weight"))
-    edit_index(folder, lambda index: index["weight_map"].update({"language_model.x": "model-00099-of-000099.safetensors"}))
+    edit_index(
+        folder, lambda index: index["weight_map"].update({"language_model.x": "model-00099-of-000099.safetensors"})
+    )
     problems = "\n".join(verify_folder(folder).problems)
     assert "missing tensor 'mm_projector.post_norm.weight'" in problems
     assert "unexpected tensor 'language_model.x'" in problems

@@ -1,0 +1,3 @@
+from kimi_k3_kernels.matvec.op import matvec
+
+__all__ = ["matvec"]

@@ -1,0 +1,24 @@
+"""Projections that read the same input."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from kimi_k3_kernels import matvec
+
+
+def project(x_TD: Tensor, projections: list[nn.Linear], is_decode: bool) -> list[Tensor]:
+    """Each projection of x. In a decode step on a CPU one op reads all their weights, at memory speed.
+
+    Only plain linear layers without bias take the op: a quantised, wrapped or offloaded one is called as it is.
+    """
+    if is_decode and x_TD.device.type == "cpu" and not torch.is_grad_enabled() and all(map(_is_plain, projections)):
+        out_TC = matvec(x_TD, [projection.weight for projection in projections])
+        return list(out_TC.split([projection.out_features for projection in projections], dim=-1))
+    return [projection(x_TD) for projection in projections]
+
+
+def _is_plain(projection: nn.Linear) -> bool:
+    hooked = projection._forward_hooks or projection._forward_pre_hooks
+    return type(projection) is nn.Linear and type(projection.weight) is nn.Parameter and not hooked

@@ -1,0 +1,120 @@
+"""compile_blocks: one set of graphs for all lengths, batches and depths, and the results of eager."""
+
+import copy
+
+import pytest
+import torch
+from reference_model import random_ids, random_model, small_config
+from torch._dynamo.utils import counters
+
+# Three kinds of layer; each for many tokens and for one token of each sequence, of one and of more sequences.
+MOST_GRAPHS = 12
+LENGTHS, BATCHES = (1, 2, 3, 5, 17, 64, 65), (1, 2, 3, 4)
+
+
+def graph_count() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+class Compiled:
+    """One model twice, eager and compiled, and how many graphs were compiled for the calls so far."""
+
+    def __init__(self) -> None:
+        torch._dynamo.reset()
+        counters.clear()
+        self.config = small_config(num_hidden_layers=5, mla=(3, 5))
+        self.eager = random_model(self.config, torch.float32)
+        self.compiled = copy.deepcopy(self.eager)
+        self.compiled.compile_blocks(fullgraph=True)
+
+    def assert_equal(self, ids, eager_cache=None, compiled_cache=None, **options) -> None:
+        wanted = self.eager(ids, past_key_values=eager_cache, **options).logits
+        got = self.compiled(ids, past_key_values=compiled_cache, **options).logits
+        # Fused float32 sums in another order, through five layers: a few ulp of logits of about 3.
+        torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def both():
+    with torch.no_grad(), torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        pair = Compiled()
+        for step, length in enumerate((*LENGTHS, *LENGTHS[::-1])):  # warm up in one order, so that no test depends on another
+            batch = BATCHES[step % 4]
+            ids = random_ids(pair.config, batch, length, seed=step)
+            caches = [model.make_cache(batch) for model in (pair.eager, pair.compiled)]
+            pair.assert_equal(ids, *caches)
+            for _ in range(2):
+                pair.assert_equal(ids[:, :1], *caches)
+            pair.assert_equal(ids)
+        yield pair
+
+
+def test_a_small_number_of_graphs_serves_all_kinds_of_layer(both):
+    assert 3 <= graph_count() <= MOST_GRAPHS
+    assert not counters["graph_break"]
+
+
+def test_no_length_batch_or_cache_compiles_anew(both):
+    before = graph_count()
+    for batch in BATCHES:
+        for length in LENGTHS:
+            ids = random_ids(both.config, batch, length, seed=length)
+            caches = [model.make_cache(batch) for model in (both.eager, both.compiled)]
+            both.assert_equal(ids, *caches)
+            both.assert_equal(ids[:, :1], *caches)
+            both.assert_equal(ids)
+    both.assert_equal(random_ids(both.config, 1, 200))
+    assert graph_count() == before
+
+
+def test_packed_and_padded_batches_use_the_same_graphs(both):
+    before = graph_count()
+    ids = random_ids(both.config, 1, 90)
+    both.assert_equal(ids, cu_seqlens=torch.tensor([0, 1, 40, 90], dtype=torch.int32))
+    mask = torch.ones(3, 30, dtype=torch.long)
+    mask[1, :20] = 0
+    both.assert_equal(ids.view(3, 30), attention_mask=mask)
+    assert graph_count() == before
+
+
+def test_generation_gives_the_tokens_of_eager(both):
+    before = graph_count()
+    ids, mask = random_ids(both.config, 2, 9), torch.ones(2, 9, dtype=torch.long)
+    mask[0, :4] = 0
+    options = {"max_new_tokens": 70, "eos_token_id": [], "prefill_tokens": 4}  # over a block's end
+    wanted = both.eager.generate(ids, mask, **options)
+    assert torch.equal(both.compiled.generate(ids, mask, **options), wanted)
+    assert graph_count() == before
+
+
+@pytest.mark.slow
+def test_two_hundred_steps_of_changing_lengths(both):
+    before = graph_count()
+    generator = torch.Generator().manual_seed(0)
+    for step in range(200):
+        batch, length = (int(torch.randint(1, n, (), generator=generator)) for n in (6, 150))
+        ids = random_ids(both.config, batch, 1 if step % 5 == 0 else length, seed=step)
+        caches = [model.make_cache(batch) for model in (both.eager, both.compiled)]
+        both.assert_equal(ids, *caches)
+        both.assert_equal(ids[:, :1], *caches)
+    assert graph_count() == before
+
+
+@pytest.mark.slow
+def test_compiled_training_gives_the_gradients_of_eager():
+    torch._dynamo.reset()
+    counters.clear()
+    config = small_config(num_hidden_layers=5, mla=(3, 5))
+    eager = random_model(config, torch.float32)
+    compiled = copy.deepcopy(eager)
+    compiled.compile_blocks(fullgraph=True)
+    for length in (20, 66, 7, 31):
+        ids = random_ids(config, 1, length, seed=length)
+        for model in (eager, compiled):
+            model.zero_grad()
+            model(ids, labels=ids).loss.backward()
+        for (name, p), other in zip(eager.named_parameters(), compiled.parameters()):
+            if p.grad is not None:
+                bound = 1e-4 * p.grad.abs().max().item() + 1e-7
+                torch.testing.assert_close(other.grad, p.grad, atol=bound, rtol=1e-3, msg=lambda m, n=name: f"{n}: {m}")
+    assert graph_count() <= MOST_GRAPHS

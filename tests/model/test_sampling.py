@@ -1,0 +1,142 @@
+"""Filters against a loop over sorted tokens, draws against their distribution, and seeds."""
+
+import math
+
+import pytest
+import torch
+
+from kimi_k3.sampling import SamplingParams, sample, sorted_probabilities, uniform
+
+
+def random_logits(seed: int, vocab: int = 40, spread: float = 2.0) -> torch.Tensor:
+    return torch.randn(vocab, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+def filtered_by_loops(logits, temperature, top_p, top_k, min_p) -> dict[int, float]:
+    """Token -> probability: top-k, then top-p of what is left, then min-p relative to the best; renormalised."""
+    order = sorted(range(len(logits)), key=lambda token: (-logits[token].item(), token))
+    best = logits[order[0]].item()
+    weight = {token: math.exp((logits[token].item() - best) / temperature) for token in order}
+    kept = order[:top_k] if top_k else order
+    total, share, nucleus = sum(weight[token] for token in kept), 0.0, []
+    for token in kept:
+        if top_p < 1 and share >= top_p * total:
+            break
+        nucleus.append(token)
+        share += weight[token]
+    likely = [token for token in nucleus if weight[token] >= min_p * weight[nucleus[0]]]
+    total = sum(weight[token] for token in likely)
+    return {token: weight[token] / total for token in likely}
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
+@pytest.mark.parametrize("top_p", [1.0, 0.9, 0.31, 1e-6])
+@pytest.mark.parametrize("top_k", [0, 1, 5, 1000])
+@pytest.mark.parametrize("min_p", [0.0, 0.07, 1.0])
+def test_filters_equal_a_loop(temperature, top_p, top_k, min_p):
+    params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
+    for seed in range(4):
+        logits = random_logits(seed)
+        wanted = filtered_by_loops(logits, temperature, top_p, top_k, min_p)
+        probabilities, tokens = sorted_probabilities(logits, params)
+        got = {int(t): p.item() for t, p in zip(tokens, probabilities) if p > 0}
+        assert got.keys() == wanted.keys()
+        assert all(got[token] == pytest.approx(p, rel=1e-4, abs=1e-7) for token, p in wanted.items())
+
+
+def test_top_p_is_taken_of_what_top_k_left():
+    # shares 0.4, 0.3, 0.2, 0.1; of the two best 0.571 and 0.429: 0.5 keeps one of them, where 0.5 of all keeps two
+    logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
+    alone, _ = sorted_probabilities(logits, SamplingParams(temperature=1.0, top_p=0.5))
+    after, _ = sorted_probabilities(logits, SamplingParams(temperature=1.0, top_p=0.5, top_k=2))
+    assert (alone > 0).sum() == 2 and (after > 0).sum() == 1
+
+
+@pytest.mark.parametrize("params", [{}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1, "temperature": 1.7}])
+def test_draws_follow_the_distribution(params):
+    params = SamplingParams(**({"temperature": 1.0} | params))
+    logits, draws = random_logits(3, vocab=12, spread=1.2), 4000
+    wanted = filtered_by_loops(logits, params.temperature, params.top_p, params.top_k, params.min_p)
+    counts = dict.fromkeys(wanted, 0)
+    for i in range(draws):  # seeds and positions both vary
+        counts[sample(logits, params, seed=i // 4, position=i % 4)] += 1
+    chi_square = sum((counts[t] - draws * p) ** 2 / (draws * p) for t, p in wanted.items())
+    freedom = len(wanted) - 1
+    assert chi_square < freedom + 4 * math.sqrt(2 * freedom)  # four standard deviations of chi-square
+
+
+def test_draws_at_successive_positions_are_uncorrelated():
+    draws = torch.tensor([[uniform(seed, position) for position in range(40)] for seed in range(200)], dtype=torch.float64)
+    assert abs(draws.mean() - 0.5) < 0.02 and abs(draws.var() - 1 / 12) < 0.005
+    by_position, by_seed = draws - 0.5, (draws - 0.5).T
+    for table in (by_position, by_seed):
+        assert abs((table[:, 1:] * table[:, :-1]).mean() * 12) < 0.06  # 5 / sqrt(8000)
+    assert bool((draws >= 0).all()) and bool((draws < 1).all()) and len(draws.flatten().unique()) == 8000
+
+
+def test_a_draw_depends_on_seed_and_position_alone():
+    logits, params = random_logits(0), SamplingParams(temperature=1.0)
+    first = [sample(logits, params, seed, position) for seed in (1, 2**62) for position in range(20)]
+    torch.manual_seed(5)
+    torch.rand(10)
+    assert first == [sample(logits, params, seed, position) for seed in (1, 2**62) for position in range(20)]
+    assert len(set(first)) > 5
+
+
+def test_greedy_takes_the_first_largest():
+    assert sample(torch.tensor([1.0, 3.0, 3.0, 2.0]), SamplingParams(), 0, 0) == 1
+    assert sample(torch.tensor([-torch.inf, -1e30, -torch.inf]), SamplingParams(), 0, 0) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_ties_equal_top_k_1_and_greedy(dtype):
+    for seed in range(5):
+        logits = random_logits(seed).to(dtype)
+        params = SamplingParams(temperature=1.0, top_k=1, top_p=0.8)
+        assert sample(logits, params, seed, 0) == sample(logits, SamplingParams(), seed, 0) == int(logits.argmax())
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-20, 1e-40])
+def test_a_tiny_temperature_is_greedy(temperature):
+    """Logits divided by it overflow float32."""
+    for seed in range(5):
+        logits = random_logits(seed, spread=30.0)
+        assert sample(logits, SamplingParams(temperature=temperature), seed, 0) == int(logits.argmax())
+
+
+def test_huge_logits_and_dropped_tokens_are_fine():
+    logits = torch.tensor([3e38, -3e38, 3e38, -torch.inf])
+    drawn = {sample(logits, SamplingParams(temperature=1.0), seed, 0) for seed in range(30)}
+    assert drawn == {0, 2}
+
+
+def test_draws_at_the_edges_stay_among_the_kept_tokens(monkeypatch):
+    logits, params = random_logits(1), SamplingParams(temperature=1.0, top_k=3)
+    best = logits.argsort(descending=True)[:3].tolist()
+    for draw, wanted in ((0.0, best[0]), (1.0 - 2.0**-53, best[2])):
+        monkeypatch.setattr("kimi_k3.sampling.uniform", lambda seed, position, draw=draw: draw)
+        assert sample(logits, params, 0, 0) == wanted
+
+
+@pytest.mark.parametrize("bad", [[torch.nan, 1.0], [torch.inf, 1.0], [-torch.inf, -torch.inf], [1.0, torch.nan]])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_non_finite_logits_are_an_error(bad, temperature):
+    with pytest.raises(FloatingPointError, match="token 7"):
+        sample(torch.tensor(bad), SamplingParams(temperature=temperature), 0, 7)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_new_tokens", 0), ("temperature", -0.1), ("temperature", math.nan), ("top_p", 0.0), ("top_p", 1.1),
+        ("top_p", math.nan), ("top_k", -1), ("min_p", -0.1), ("min_p", 1.5), ("stop", [""]), ("stop", [3]),
+        ("logprobs", -1), ("temperature", math.inf),
+    ],
+)  # fmt: skip
+def test_wrong_parameters_are_named(name, value):
+    with pytest.raises(ValueError, match=rf"{name}.*{value!r}".replace("[", r"\[")):
+        SamplingParams(**{name: value})
+
+
+def test_one_stop_text_may_be_given_as_a_string():
+    assert SamplingParams(stop="ab").stop == ("ab",)

@@ -1,0 +1,72 @@
+// A vector of KIMI_K3_LANES floats in the compiler's own vector types, for one instruction set; see for_each_isa.h.
+
+#define KIMI_K3_INLINE KIMI_K3_TARGET static inline __attribute__((always_inline))
+
+constexpr int kLanes = KIMI_K3_LANES;
+typedef float Vec __attribute__((vector_size(4 * KIMI_K3_LANES)));
+typedef uint32_t Bits __attribute__((vector_size(4 * KIMI_K3_LANES)));
+typedef uint16_t Halves __attribute__((vector_size(2 * KIMI_K3_LANES)));
+typedef float UnalignedVec __attribute__((vector_size(4 * KIMI_K3_LANES), aligned(4), may_alias));
+typedef uint16_t UnalignedHalves __attribute__((vector_size(2 * KIMI_K3_LANES), aligned(2), may_alias));
+
+KIMI_K3_INLINE Vec splat(float x) { return x - Vec{}; }
+
+KIMI_K3_INLINE Vec load_vec(const float* p) { return *reinterpret_cast<const UnalignedVec*>(p); }
+KIMI_K3_INLINE Vec load_vec(const bfloat16* p) {
+  Halves halves = *reinterpret_cast<const UnalignedHalves*>(p);
+  return reinterpret_cast<Vec>(__builtin_convertvector(halves, Bits) << 16);
+}
+
+KIMI_K3_INLINE void store_vec(float* p, Vec x) { *reinterpret_cast<UnalignedVec*>(p) = x; }
+KIMI_K3_INLINE void store_vec(bfloat16* p, Vec x) {  // round to nearest even; NaN stays NaN
+  Bits bits = reinterpret_cast<Bits>(x);
+  Bits rounded = bits + 0x7fff + ((bits >> 16) & 1);
+  rounded = (bits & 0x7fffffff) > 0x7f800000 ? Bits{} + 0x7fc00000 : rounded;
+  *reinterpret_cast<UnalignedHalves*>(p) = __builtin_convertvector(rounded >> 16, Halves);
+}
+
+// The first `count` lanes; the others are zero and stay unwritten.
+template <class T>
+KIMI_K3_INLINE Vec load_some(const T* p, int64_t count) {
+  if (count >= kLanes) return load_vec(p);
+  float lanes[kLanes] = {};
+  for (int64_t i = 0; i < count; ++i) lanes[i] = load(p + i);
+  return load_vec(lanes);
+}
+template <class T>
+KIMI_K3_INLINE void store_some(T* p, Vec x, int64_t count) {
+  if (count >= kLanes) return store_vec(p, x);
+  float lanes[kLanes];
+  store_vec(lanes, x);
+  for (int64_t i = 0; i < count; ++i) store(p + i, lanes[i]);
+}
+
+KIMI_K3_INLINE float sum_lanes(Vec x) {
+  float lanes[kLanes];
+  store_vec(lanes, x);
+  for (int half = kLanes / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+  return lanes[0];
+}
+
+// To 2 units in the last place; 0 below -87, and bounded by exp(88).
+KIMI_K3_INLINE Vec exp_vec(Vec x) {
+  const Vec lowest = splat(-87.0f), highest = splat(88.0f), shift = splat(12582912.0f);
+  Vec bounded = x < lowest ? lowest : x;
+  bounded = bounded > highest ? highest : bounded;
+  Vec shifted = bounded * 1.44269504088896341f + shift;  // the low bits now hold the nearest integer n
+  Vec n = shifted - shift;
+  Vec r = bounded - n * 0.693359375f;
+  r = r - n * -2.12194440e-4f;
+  Vec p = splat(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + (r + 1.0f);
+  Vec power = reinterpret_cast<Vec>((reinterpret_cast<Bits>(shifted) << 23) + 0x3f800000);
+  return x < lowest ? Vec{} : p * power;
+}
+
+KIMI_K3_INLINE Vec silu_vec(Vec x) { return x / (1.0f + exp_vec(-x)); }

@@ -1,0 +1,120 @@
+"""The compiled kernels of the experts and of matvec, with each instruction set, against the references in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import kimi_k3_kernels
+from kimi_k3_kernels import matvec, mxfp4_experts, mxfp4_quantize
+
+pytestmark = pytest.mark.skipif(kimi_k3_kernels.native_library is None, reason="the CPU kernels are not built")
+ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-7}  # of the largest output; bfloat16 rounds hidden and output
+
+
+@pytest.fixture(params=["avx512", "avx2", "generic"])
+def instructions(request: pytest.FixtureRequest) -> Iterator[str]:
+    try:
+        before = torch.ops.kimi_k3.set_cpu_instructions(request.param)
+    except RuntimeError as error:
+        pytest.skip(str(error).splitlines()[0])
+    yield request.param
+    torch.ops.kimi_k3.set_cpu_instructions(before)
+
+
+def make_experts(tokens: int, latent: int, width: int, experts: int = 6, topk: int = 4):
+    generator = torch.Generator().manual_seed(tokens)
+    packed = []
+    for rows, columns in ((width, latent), (width, latent), (latent, width)):
+        packed += mxfp4_quantize(torch.randn((experts, rows, columns), generator=generator) / columns**0.5)
+    x = torch.randn((tokens, latent), generator=generator) * 3
+    ids = torch.rand((tokens, experts), generator=generator).argsort(1)[:, :topk].contiguous()
+    weights = torch.rand((tokens, topk), generator=generator)
+    return x, ids, weights, packed, torch.arange(experts, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("tokens", "latent", "width"), [(1, 32, 32), (2, 96, 160), (9, 256, 64), (70, 128, 288), (0, 32, 32)])
+def test_experts_equal_the_reference(instructions: str, dtype: torch.dtype, tokens: int, latent: int, width: int):
+    x, ids, weights, packed, table = make_experts(tokens, latent, width)
+    x = x.to(dtype)
+    for linear_beta in (25.0, None):
+        want = mxfp4_experts(x.double(), ids, weights, *packed, table, 4.0, linear_beta)
+        got = mxfp4_experts(x, ids, weights, *packed, table, 4.0, linear_beta)
+        assert got.dtype == dtype and got.shape == want.shape
+        if tokens:
+            assert (got.double() - want).abs().max() <= ROUNDING[dtype] * want.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_has_the_same_bits_in_any_company_and_on_any_threads(instructions: str, dtype: torch.dtype):
+    x, ids, weights, packed, table = make_experts(70, 160, 96)
+    x = x.to(dtype)
+    together = mxfp4_experts(x, ids, weights, *packed, table, 4.0, 25.0)
+    for rows in (slice(0, 1), slice(3, 5), slice(10, 50)):
+        alone = mxfp4_experts(x[rows], ids[rows], weights[rows], *packed, table, 4.0, 25.0)
+        assert torch.equal(alone, together[rows])
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            assert torch.equal(mxfp4_experts(x, ids, weights, *packed, table, 4.0, 25.0), together)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_long_prompts_run_in_panels(instructions: str):
+    # 128 MiB of hidden and output values: 2,000 tokens x 16 choices x 1,536 values x 4 bytes is more.
+    x, ids, weights, packed, table = make_experts(2000, 512, 1024, experts=16, topk=16)
+    rows = torch.tensor([0, 1, 777, 1364, 1365, 1366, 1999])
+    together = mxfp4_experts(x, ids, weights, *packed, table, 4.0, 25.0)[rows]
+    assert torch.equal(mxfp4_experts(x[rows], ids[rows], weights[rows], *packed, table, 4.0, 25.0), together)
+
+
+def test_slots_and_ids_of_either_width_and_any_stride(instructions: str):
+    x, ids, weights, packed, table = make_experts(9, 64, 96)
+    want = mxfp4_experts(x, ids, weights, *packed, table, 4.0, 25.0)
+    order = torch.tensor([3, 0, 4, 5, 2, 1])
+    strided = [torch.stack([t[order], torch.full_like(t, 7)], 1)[:, 0] for t in packed]
+    moved = torch.argsort(order)
+    assert torch.equal(mxfp4_experts(x.t().contiguous().t(), ids.int(), weights, *strided, moved, 4.0, 25.0), want)
+    for bad in (-1, 6):
+        with pytest.raises(RuntimeError, match="topk_ids"):
+            mxfp4_experts(x, torch.full_like(ids, bad), weights, *packed, table, 4.0, 25.0)
+        with pytest.raises(RuntimeError, match="slot_table"):
+            mxfp4_experts(x, ids, weights, *packed, torch.full_like(table, bad), 4.0, 25.0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "weight_dtype"),
+    [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)],
+)
+@pytest.mark.parametrize(("tokens", "columns", "sizes"), [(1, 64, (7, 130)), (5, 100, (64, 1, 3)), (33, 33, (5,)), (0, 8, (4,))])
+def test_matvec_equals_float64(instructions: str, dtype, weight_dtype, tokens: int, columns: int, sizes: tuple[int, ...]):
+    generator = torch.Generator().manual_seed(columns)
+    x = torch.randn((tokens, columns), generator=generator).to(dtype)
+    weights = [torch.randn((size, columns), generator=generator).to(weight_dtype) for size in sizes]
+    want = torch.cat([x.double() @ weight.double().t() for weight in weights], -1)
+    got = matvec(x, weights)
+    assert got.dtype == dtype
+    # One rounding of the result, beside float32 sums of `columns` products.
+    tolerance = 2**-8 if dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(got.double(), want, atol=tolerance * columns**0.5, rtol=tolerance)
+    for row in range(tokens):
+        assert torch.equal(matvec(x[row : row + 1], weights)[0], got[row])
+
+
+def test_registration():
+    x, weights = torch.randn(3, 8), [torch.randn(4, 8), torch.randn(5, 8)]
+    torch.library.opcheck(torch.ops.kimi_k3.matvec.default, (x, weights))
+    x, ids, weights, packed, table = make_experts(3, 32, 64)
+    torch.library.opcheck(torch.ops.kimi_k3.mxfp4_experts.default, (x, ids, weights, *packed, table, 4.0, 25.0))
+
+
+def test_wrong_instruction_sets_are_refused():
+    with pytest.raises(RuntimeError, match="want 'avx512', 'avx2' or 'generic'"):
+        torch.ops.kimi_k3.set_cpu_instructions("sse")
+    with pytest.raises(ValueError, match="matvec: want"):
+        matvec(torch.randn(2, 3), [torch.randn(4, 5)])

@@ -29,6 +29,7 @@ from kimi_k3.compilation import mark_dynamic_sizes, symbolic_shapes
 from kimi_k3.configuration_kimi_k3 import KimiK3Config, KimiK3TextConfig
 from kimi_k3.layers.attn_res import depth_table, empty_bank, mix, seal
 from kimi_k3.layers.kda import KimiDeltaAttention, ShortConv1d
+from kimi_k3.layers.linear import project
 from kimi_k3.layers.mla import KimiMLAAttention
 from kimi_k3.layers.mlp import KimiK3MLP
 from kimi_k3.layers.moe import KimiK3Experts, KimiK3Router, KimiK3SparseMoE
@@ -38,6 +39,7 @@ from kimi_k3.vision import PatchMergerProjector, SplicedPrompt, VisionTower, spl
 from kimi_k3_kernels.library import compute_dtype
 
 IGNORE_INDEX = -100
+FEW_ROWS = 32  # up to so many rows the lm_head is read like a decode step's weights
 
 
 @dataclass
@@ -281,10 +283,12 @@ class KimiK3ForCausalLM(nn.Module):
         kept, kept_layout = (None, layout) if logits_to_keep == 0 else layout.last(logits_to_keep)
         hidden = self.model.final_hidden(running_sum, bank) if output_hidden_states or kept is None else None
         if kept is None:
-            logits = self.lm_head(hidden)
+            assert hidden is not None
+            read = hidden
         else:
             kept = kept.to(device)
-            logits = self.lm_head(self.model.final_hidden(running_sum[kept], bank[:, kept]))
+            read = self.model.final_hidden(running_sum[kept], bank[:, kept])
+        (logits,) = project(read, [self.lm_head], is_decode=read.shape[0] <= FEW_ROWS)
         loss = None if labels is None else self._loss(logits, labels, layout, kept)
         hidden_states = (embeds, *sums, hidden) if output_hidden_states else None
         return CausalLMOutput(

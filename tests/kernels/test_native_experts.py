@@ -91,7 +91,9 @@ def test_slots_and_ids_of_either_width_and_any_stride(instructions: str):
     ("dtype", "weight_dtype"),
     [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)],
 )
-@pytest.mark.parametrize(("tokens", "columns", "sizes"), [(1, 64, (7, 130)), (5, 100, (64, 1, 3)), (33, 33, (5,)), (0, 8, (4,))])
+@pytest.mark.parametrize(
+    ("tokens", "columns", "sizes"), [(1, 64, (7, 130)), (5, 100, (64, 1, 3)), (33, 33, (5,)), (0, 8, (4,))]
+)
 def test_matvec_equals_float64(instructions: str, dtype, weight_dtype, tokens: int, columns: int, sizes: tuple[int, ...]):
     generator = torch.Generator().manual_seed(columns)
     x = torch.randn((tokens, columns), generator=generator).to(dtype)

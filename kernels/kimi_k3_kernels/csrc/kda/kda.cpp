@@ -1,0 +1,146 @@
+// Kimi Delta Attention: one token of each sequence, or whole sequences in tiles of 16 tokens.
+#include "kda.h"
+
+#include "../slots.h"
+
+namespace kimi_k3 {
+
+struct StatePool {  // [S, H, K, V], the last dimension contiguous
+  explicit StatePool(const Tensor& t) : base(mutable_data<float>(t)), slot(t.stride(0)), head_stride(t.stride(1)), row_stride(t.stride(2)) {}
+  float* head(int64_t s, int64_t h) const { return base + s * slot + h * head_stride; }
+  float* base;
+  int64_t slot, head_stride, row_stride;
+};
+
+// Where each sequence's states are read and written. A slot that another sequence writes is read from a copy.
+struct StepPlan {
+  StepPlan(const Tensor& pool_tensor, Slots slots, int64_t key_dim, int64_t value_dim, const std::vector<int64_t>& other_writes = {})
+      : pool(pool_tensor), slots(std::move(slots)), value_dim(value_dim), copies(this->slots.read.size()) {
+    const int64_t heads = pool_tensor.size(1);
+    head_size = key_dim * value_dim;
+    for (int64_t n : this->slots.overwritten(other_writes)) {
+      copies[n].resize(heads * head_size);
+      for (int64_t h = 0; h < heads; ++h)
+        for (int64_t d = 0; d < key_dim; ++d)
+          std::copy_n(pool.head(this->slots.read[n], h) + d * pool.row_stride, value_dim, &copies[n][h * head_size + d * value_dim]);
+    }
+  }
+  StatePlaces places(int64_t n, int64_t h) const {
+    StatePlaces out{nullptr, value_dim, nullptr, pool.row_stride};
+    if (!copies[n].empty()) {
+      out.from = &copies[n][h * head_size];
+    } else if (slots.read[n] >= 0) {
+      out.from = pool.head(slots.read[n], h);
+      out.from_stride = pool.row_stride;
+    }
+    if (slots.write[n] >= 0) out.to = pool.head(slots.write[n], h);
+    return out;
+  }
+  StatePool pool;
+  Slots slots;
+  int64_t value_dim, head_size;
+  std::vector<std::vector<float>> copies;
+};
+
+struct ChunkPlan : StepPlan {
+  using StepPlan::StepPlan;
+  int64_t num_sequences = 0;
+  std::vector<int64_t> bounds;
+  std::vector<std::vector<std::pair<int64_t, int64_t>>> exports;  // of each sequence: (tokens that have run, slot)
+};
+
+}  // namespace kimi_k3
+
+#define KIMI_K3_BODY "kda/kernels.h"
+#include "../for_each_isa.h"
+
+namespace kimi_k3 {
+
+namespace {
+
+bool has_kernel(const Tensor& q, const Tensor& state_pool) {
+  return (q.scalar_type() == ScalarType::Float || q.scalar_type() == ScalarType::BFloat16) &&
+         state_pool.scalar_type() == ScalarType::Float && (state_pool.size(3) == 1 || state_pool.stride(3) == 1);
+}
+
+template <class F>
+void with_type(const Tensor& t, const F& f) {
+  if (t.scalar_type() == ScalarType::BFloat16)
+    f(bfloat16{});
+  else
+    f(float{});
+}
+
+Tensor kda_step(Tensor q, Tensor k, Tensor v, Tensor log_decay, Tensor beta, Tensor state_pool, Tensor read_slots, Tensor write_slots) {
+  if (!has_kernel(q, state_pool))
+    return reference_tensor("kda_step_", q, k, v, log_decay, beta, state_pool, read_slots, write_slots);
+  Tensor out = new_tensor(v, {v.size(0), v.size(1), v.size(2)});
+  const int64_t heads = q.size(1), key_dim = q.size(2), value_dim = v.size(2);
+  StepPlan plan(state_pool, Slots("kda_step_", state_pool, read_slots, write_slots), key_dim, value_dim);
+  with_type(q, [&](auto zero) {
+    using T = decltype(zero);
+    KdaInputs<T> in(q, k, v, log_decay, beta);
+    T* o = mutable_data<T>(out);
+    const int64_t grain = 1 + (1 << 14) / (1 + key_dim * value_dim);
+    parallel(q.size(0) * heads, grain, [&](int64_t begin, int64_t end) { KIMI_K3_ACTIVE(step_heads<T>)(in, plan, begin, end, o); });
+  });
+  return out;
+}
+
+Tensor run_chunks(const char* op, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& log_decay, const Tensor& beta,
+                  const ChunkPlan& plan) {
+  Tensor out = new_tensor(v, {v.size(0), v.size(1), v.size(2)});
+  with_type(q, [&](auto zero) {
+    using T = decltype(zero);
+    KdaInputs<T> in(q, k, v, log_decay, beta);
+    T* o = mutable_data<T>(out);
+    parallel(in.heads * plan.num_sequences, 1,
+             [&](int64_t begin, int64_t end) { KIMI_K3_ACTIVE(chunk_heads<T>)(in, plan, begin, end, o); });
+  });
+  return out;
+}
+
+Tensor kda_chunk(Tensor q, Tensor k, Tensor v, Tensor log_decay, Tensor beta, Tensor state_pool, Tensor read_slots,
+                 Tensor write_slots, Tensor cu_seqlens) {
+  if (!has_kernel(q, state_pool))
+    return reference_tensor("kda_chunk", q, k, v, log_decay, beta, state_pool, read_slots, write_slots, cu_seqlens);
+  ChunkPlan plan(state_pool, Slots("kda_chunk", state_pool, read_slots, write_slots), q.size(2), v.size(2));
+  plan.bounds = sequence_bounds("kda_chunk", cu_seqlens, q.size(0));
+  plan.num_sequences = read_slots.size(0);
+  plan.exports.resize(plan.num_sequences);
+  return run_chunks("kda_chunk", q, k, v, log_decay, beta, plan);
+}
+
+Tensor kda_chunk_export(Tensor q, Tensor k, Tensor v, Tensor log_decay, Tensor beta, Tensor state_pool, Tensor read_slots,
+                        Tensor write_slots, Tensor cu_seqlens, Tensor export_at, Tensor export_slots) {
+  Integers at(export_at), to(export_slots);
+  const int64_t num_exports = export_at.size(0);
+  bool in_range = true;
+  for (int64_t x = 0; x < num_exports; ++x) in_range = in_range && at[x] >= 1 && at[x] <= q.size(0);
+  if (!has_kernel(q, state_pool) || !in_range)  // the reference names what is out of range
+    return reference_tensor("kda_chunk_export", q, k, v, log_decay, beta, state_pool, read_slots, write_slots, cu_seqlens,
+                            export_at, export_slots);
+  Slots slots("kda_chunk_export", state_pool, read_slots, write_slots);
+  std::vector<int64_t> targets;
+  for (int64_t x = 0; x < num_exports; ++x) targets.push_back(slots.check("kda_chunk_export", to[x]));
+  ChunkPlan plan(state_pool, slots, q.size(2), v.size(2), targets);
+  plan.bounds = sequence_bounds("kda_chunk_export", cu_seqlens, q.size(0));
+  plan.num_sequences = read_slots.size(0);
+  plan.exports.resize(plan.num_sequences);
+  for (int64_t x = 0; x < num_exports; ++x) {
+    const int64_t n = std::lower_bound(plan.bounds.begin(), plan.bounds.end(), at[x]) - plan.bounds.begin() - 1;
+    plan.exports[n].emplace_back(at[x], targets[x]);
+  }
+  for (auto& exports : plan.exports) std::sort(exports.begin(), exports.end());
+  return run_chunks("kda_chunk_export", q, k, v, log_decay, beta, plan);
+}
+
+}  // namespace
+
+}  // namespace kimi_k3
+
+STABLE_TORCH_LIBRARY_IMPL(kimi_k3, CPU, m) {
+  m.impl("kda_step_", TORCH_BOX(&kimi_k3::kda_step));
+  m.impl("kda_chunk", TORCH_BOX(&kimi_k3::kda_chunk));
+  m.impl("kda_chunk_export", TORCH_BOX(&kimi_k3::kda_chunk_export));
+}

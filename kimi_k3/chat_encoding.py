@@ -10,15 +10,14 @@ is encoded alone, and only our own markup with special tokens on: what a user ty
 import ast
 import base64
 import hashlib
-import io
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kimi_k3.chat_parser import load_json
+from kimi_k3.image_processing_kimi_k3 import image_prompt, open_image
 
 if TYPE_CHECKING:
     from kimi_k3.tokenization_kimi_k3 import KimiK3Tokenizer
@@ -559,17 +558,13 @@ def _write_content(chat: RenderedChat, where: str, content: Any, has_images: boo
             continue
         image = _load_image(f"{place}.{kind}", part.get(kind), is_url=kind == "image_url")
         width, height = image.size
-        chat.markup(f"<|media_begin|>image {width}x{height}<|media_content|><|media_pad|><|media_end|>")
+        chat.markup(image_prompt(width, height))
         chat.images.append(image)
         chat.image_hashes.append(_image_hash(image))
 
 
 def _load_image(where: str, source: Any, is_url: bool) -> Any:
     """A loaded PIL image, as it is: no rotation by metadata, no change of mode."""
-    try:
-        from PIL import Image  # only messages with images need Pillow
-    except ImportError as error:
-        raise ImportError(f"{where}: images need Pillow: pip install 'kimi-k3[vision]'") from error
     if is_url:
         source = source.get("url") if isinstance(source, Mapping) and set(source) == {"url"} else None
         if not isinstance(source, str) or source.startswith(("http:", "https:")):
@@ -583,17 +578,10 @@ def _load_image(where: str, source: Any, is_url: bool) -> Any:
                 source = base64.b64decode(source, validate=True)
             except ValueError as error:
                 raise ValueError(f"{where}.url: want base64, got {payload[:40]!r}") from error
-    if isinstance(source, Image.Image):
-        source.load()
-        return source
-    if not isinstance(source, (str, bytes, PathLike)):
-        raise ValueError(f"{where}: want a PIL image, a path or bytes, got {type(source).__name__}")
     try:
-        image = Image.open(io.BytesIO(source) if isinstance(source, bytes) else source)
-        image.load()
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        return open_image(source)
+    except (OSError, ValueError) as error:
         raise ValueError(f"{where}: cannot read the image: {error}") from error
-    return image
 
 
 def _image_hash(image: Any) -> bytes:

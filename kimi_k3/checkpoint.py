@@ -87,7 +87,7 @@ def load_pretrained(
             torch.float32 and torch.float64 convert everything (but packed experts).
         device: of all parameters; default: torch's default device.
         device_map: "auto" or module name -> device, "cpu" or "disk", through accelerate; what is on "disk" is read from
-            the checkpoint's own shards when its layer runs.
+            the checkpoint's own shards when its layer runs. Final norms and head stay on the main device.
         experts: "mxfp4" keeps packed bytes. A layer that is stored with plain experts stays plain, and a warning says so.
             "dequantized" gives plain experts everywhere: bfloat16 with "auto", else in `dtype`.
         trunk: "int8" quantises the linear layers outside experts, router and head (torchao, weight only): lossy.

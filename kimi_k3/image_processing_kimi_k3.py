@@ -209,22 +209,21 @@ def open_image(image: "Image | str | os.PathLike[str] | bytes") -> "Image":
     """
     pil_image = _pil_image()
     if isinstance(image, pil_image.Image):
+        image.load()
         return image
     if not isinstance(image, str | os.PathLike | bytes):
-        raise ValueError(
-            f"KimiK3ImageProcessor: want a Pillow image, a path or bytes (images only), got {type(image).__name__}"
-        )
+        raise ValueError(f"open_image: want a Pillow image, a path or bytes (images only), got {type(image).__name__}")
     # a file is read whole, so that no handle outlives this call
     content = image if isinstance(image, bytes) else Path(image).read_bytes()
     named = "the given bytes" if isinstance(image, bytes) else os.fspath(image)
     try:
         opened = pil_image.open(io.BytesIO(content))
     except pil_image.UnidentifiedImageError as error:
-        raise ValueError(f"KimiK3ImageProcessor: {named}: not an image that Pillow can read") from error
+        raise ValueError(f"open_image: {named}: not an image that Pillow can read") from error
     try:
         opened.load()
-    except (OSError, SyntaxError) as error:  # Pillow's errors for a file that is cut off or damaged
-        raise ValueError(f"KimiK3ImageProcessor: {named}: a damaged image: {error}") from error
+    except (OSError, SyntaxError, pil_image.DecompressionBombError) as error:  # cut off, damaged, or absurdly large
+        raise ValueError(f"open_image: {named}: a damaged image: {error}") from error
     return opened
 
 

@@ -2,7 +2,8 @@
 
 What is on "disk" is read from the checkpoint's own shards whenever its layer runs: no second copy of the weights is ever
 written. The unit is a decoder layer, all of it: its submodules read some weights of each other directly, so a hook on a
-smaller module would not always run. This is for running at all, not for speed, and hooks end compiled graphs.
+smaller module would not always run. Final norms and head stay on the main device, whatever the map says of them. This is
+for running at all, not for speed, and hooks end compiled graphs.
 """
 
 from __future__ import annotations
@@ -71,7 +72,6 @@ def load_dispatched(
         raise ValueError(f"device_map: want one accelerator beside 'cpu' and 'disk', got {sorted(accelerators)}")
     main = torch.device(next(iter(accelerators), "cpu"))
     unit_of = {name: next(unit for unit in units if name.startswith(unit + ".")) for name in plan}
-    # Small weights outside the units' own forward calls are read directly, and must be there.
     always = {name for name in plan if unit_of[name] not in places}
     homes = {name: str(main) if name in always else places[unit_of[name]] for name in plan}
     _check_places(plan, homes, unit_of, main)
@@ -92,7 +92,7 @@ def load_dispatched(
                 place_submodules=True,
             )
             add_hook_to_module(model.get_submodule(unit), hook)
-    model.hf_device_map = places  # type: ignore[assignment]
+    model.hf_device_map = {unit: places.get(unit, str(main)) for unit in units}  # type: ignore[assignment]
 
 
 def _units(model: nn.Module) -> list[str]:
@@ -107,7 +107,8 @@ def _units(model: nn.Module) -> list[str]:
 
 
 def _is_movable(unit: str) -> bool:
-    return not unit.startswith(("model.norm", "model.output_attn_res"))
+    """Not the last norms and the head: their weights are read outside their own forward, where no hook runs."""
+    return not unit.startswith(("model.norm", "model.output_attn_res", "lm_head"))
 
 
 def _places(model: nn.Module, device_map: str | dict[str, Any], units: list[str]) -> dict[str, str]:

@@ -144,7 +144,7 @@ def test_plain_experts_stay_plain_under_the_default_and_a_warning_says_so(tmp_pa
     assert "stored with plain experts" in caplog.text and "config.json says MXFP4" in caplog.text
     assert model.get_parameter("model.layers.1.block_sparse_moe.experts.w1").dtype == torch.float32
     difference = logits_of(model) - logits_of(load(GOLDEN / "golden", dtype=torch.float32))
-    assert difference.abs().max() <= 1e-5  # the same values through another op
+    assert difference.abs().max() <= 1.2e-4  # the same values through another op: float32's own noise, doubled
 
 
 def test_each_layer_is_packed_or_plain_as_its_shards_are(tmp_path):
@@ -153,7 +153,7 @@ def test_each_layer_is_packed_or_plain_as_its_shards_are(tmp_path):
     for layer in range(1, 9):
         assert (f"model.layers.{layer}.block_sparse_moe.experts.w1" in held) == (layer in (2, 3))
     difference = logits_of(model) - logits_of(load(GOLDEN / "golden", dtype=torch.float32))
-    assert difference.abs().max() <= 1e-5
+    assert difference.abs().max() <= 1.2e-4
 
 
 def test_where_the_config_keeps_its_quantisation_does_not_matter(tmp_path, caplog):

@@ -75,15 +75,18 @@ def test_no_gradient_crosses_a_boundary(model):
     assert bool(embeds.grad[:, 30:70].any(-1).all())
 
 
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 0), (torch.float32, 2e-5)])
 @torch.no_grad()
-def test_later_tokens_move_no_bit_of_earlier_ones():
-    model = random_model(small_config(), torch.float32)
+def test_later_tokens_do_not_move_earlier_ones(dtype, bound):
+    """Not by a bit in float64, where the plain references run; the compiled KDA kernel splits each 16-token tile's decays
+    at the middle of the whole tile's, so in float32 the tile's later tokens choose how its earlier ones are rounded."""
+    model = random_model(small_config(), dtype)
     ids = random_ids(model.config, 1, 100)
     before = model(ids).logits
     for cut in (1, 3, 64, 99):
         later = ids.clone()
         later[:, cut:] = random_ids(model.config, 1, 100 - cut, seed=cut)
-        assert torch.equal(model(later).logits[:, :cut], before[:, :cut])
+        torch.testing.assert_close(model(later).logits[:, :cut], before[:, :cut], atol=bound, rtol=0)
 
 
 @pytest.mark.parametrize("padding", [1, 3, 4, 64, 100])

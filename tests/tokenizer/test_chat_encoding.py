@@ -469,7 +469,7 @@ def test_image_prompt_has_the_recorded_ids(small, golden):
     [
         ({"type": "image", "image": b"no image"}, r"content\[0\]\.image: cannot read the image"),
         ({"type": "image", "image": "nowhere.png"}, r"content\[0\]\.image: cannot read the image"),
-        ({"type": "image", "image": 3}, "want a PIL image, a path or bytes, got int"),
+        ({"type": "image", "image": 3}, "want a Pillow image, a path or bytes .images only., got int"),
         ({"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}, "nothing is downloaded"),
         ({"type": "image_url", "image_url": {"url": "data:image/png,abc"}}, "want 'data:image"),
         ({"type": "image_url", "image_url": {"url": "data:image/png;base64,*"}}, "want base64"),

@@ -376,13 +376,14 @@ struct PanelState {
         scratch(padded * num_panels * kPanel) {}
   float* panel(int64_t p) { return scratch.floats + p * padded * kPanel; }
 
+  // Rows of padding too: a NaN of the sequence before this one would stay in them, and 0 * NaN reach every token.
   KIMI_K3_TARGET void read(const float* from, int64_t stride) {
     for (int64_t p = 0; p < num_panels; ++p)
-      for (int64_t d = 0; d < key_dim; ++d)
+      for (int64_t d = 0; d < padded; ++d)
         for (int64_t c = 0; c < kPanel; c += kLanes) {
           const int64_t left = value_dim - p * kPanel - c;
           store_vec(panel(p) + d * kPanel + c,
-                    from == nullptr || left <= 0 ? Vec{} : load_some(from + d * stride + p * kPanel + c, left));
+                    from == nullptr || d >= key_dim || left <= 0 ? Vec{} : load_some(from + d * stride + p * kPanel + c, left));
         }
   }
   KIMI_K3_TARGET void write(float* to, int64_t stride) {
@@ -404,6 +405,11 @@ struct Scan {
   PanelState state;
 };
 
+template <class T>
+KIMI_K3_INLINE void prefetch_row(const T* row, int64_t width) {
+  for (int64_t i = 0; i < width; i += 64 / static_cast<int64_t>(sizeof(T))) __builtin_prefetch(row + i, 0, 2);
+}
+
 // Tokens [begin, end) of one head, from scan.state to scan.state.
 template <class T>
 KIMI_K3_TARGET static void run_tokens(const KdaInputs<T>& in, int64_t begin, int64_t end, int64_t h, Scan& scan, T* out) {
@@ -412,6 +418,13 @@ KIMI_K3_TARGET static void run_tokens(const KdaInputs<T>& in, int64_t begin, int
   for (int64_t t = begin; t < end; t += kTile) {
     const int64_t count = end - t < kTile ? end - t : kTile;
     prepare(in, t, h, count, tile);
+    // Heads lie apart in memory, too far for the hardware to foresee: fetch the next tile while this one is computed.
+    for (int64_t next = t + count; next < end && next < t + count + kTile; ++next) {
+      prefetch_row(in.k.row(next, h), in.key_dim);
+      prefetch_row(in.q.row(next, h), in.key_dim);
+      prefetch_row(in.log_decay.row(next, h), in.key_dim);
+      prefetch_row(in.v.row(next, h), in.value_dim);
+    }
     for (int64_t p = 0; p < scan.state.num_panels; ++p) {
       const int64_t columns = in.value_dim - p * kPanel;
       for (int64_t i = 0; i < kTile; ++i)

@@ -2,7 +2,7 @@
 #include "latents.h"
 #include "tile.h"
 
-namespace kimi_k3 {
+namespace kimi_k3::mla {
 
 namespace {
 
@@ -33,6 +33,8 @@ void run(const Tensor& q, const LatentPool<typename P::Source>& pool, const std:
   const int64_t depth = lanes<P>(width), values_padded = divide_up(value_dim, kColumns) * kColumns;
   const std::vector<Split> splits = make_splits(lengths);
   const int64_t count = splits.size();
+  const Source* source = data<Source>(q);
+  Source* target = mutable_data<Source>(out);
   Buffer<float> contexts(count * heads * values_padded), maxima(count * heads), sums(count * heads);
 
   parallel(count, 1, [&](int64_t first, int64_t last) {
@@ -47,7 +49,7 @@ void run(const Tensor& q, const LatentPool<typename P::Source>& pool, const std:
       std::fill_n(running.maxima, heads, -std::numeric_limits<float>::infinity());
       std::fill_n(running.sums, heads, 0.0f);
       for (int64_t h = 0; h < heads; ++h)
-        P::copy(data<Source>(q) + (split.sequence * heads + h) * width, width, queries.start + h * depth * P::kUnit);
+        P::copy(source + (split.sequence * heads + h) * width, width, queries.start + h * depth * P::kUnit);
       for (int64_t begin = split.begin; begin < split.end; begin += kTile) {
         const int64_t tokens = std::min(kTile, split.end - begin);
         pool.rows(split.sequence, begin, begin + tokens, rows);
@@ -87,7 +89,7 @@ void run(const Tensor& q, const LatentPool<typename P::Source>& pool, const std:
       }
       // No token, no sum: zeros, as of an empty product.
       const float inverse = starts[n] == starts[n + 1] ? 0.0f : 1.0f / sum;
-      for (int64_t c = 0; c < value_dim; ++c) store(mutable_data<Source>(out) + row * value_dim + c, total[c] * inverse);
+      for (int64_t c = 0; c < value_dim; ++c) store(target + row * value_dim + c, total[c] * inverse);
     }
   });
 }
@@ -112,6 +114,6 @@ Tensor mla_decode(Tensor q, Tensor latent_pool, Tensor block_tables, Tensor kv_l
 
 }  // namespace
 
-}  // namespace kimi_k3
+}  // namespace kimi_k3::mla
 
-STABLE_TORCH_LIBRARY_IMPL(kimi_k3, CPU, m) { m.impl("mla_decode", TORCH_BOX(&kimi_k3::mla_decode)); }
+STABLE_TORCH_LIBRARY_IMPL(kimi_k3, CPU, m) { m.impl("mla_decode", TORCH_BOX(&kimi_k3::mla::mla_decode)); }

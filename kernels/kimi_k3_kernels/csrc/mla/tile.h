@@ -12,7 +12,7 @@
 
 #include "../cpu.h"
 
-namespace kimi_k3 {
+namespace kimi_k3::mla {
 
 constexpr int64_t kColumns = 64;  // of a panel
 constexpr int64_t kVector = 16;   // columns are computed in this unit; those past the wanted ones hold anything finite
@@ -64,18 +64,26 @@ struct PlainPacking {
   }
   // Rows, at most 64, become columns: panel [width][64]; zeros for columns without a row.
   static void transpose(const T* const* rows, int64_t count, int64_t width, float* panel) {
-    for (int64_t k = 0; k < width; ++k)
-      for (int64_t j = 0; j < kColumns; ++j) panel[k * kColumns + j] = j < count ? load(rows[j] + k) : 0.0f;
+    // 16 rows of the panel at a time: both sides stay in the first cache.
+    for (int64_t first = 0; first < width; first += 16) {
+      const int64_t last = std::min(width, first + 16);
+      for (int64_t j = 0; j < count; ++j)
+        for (int64_t k = first; k < last; ++k) panel[k * kColumns + j] = load(rows[j] + k);
+      for (int64_t k = first; k < last; ++k) std::fill(panel + k * kColumns + count, panel + (k + 1) * kColumns, 0.0f);
+    }
   }
   // Columns first..first + width - 1 of rows, which stay rows: panel [count][64]; zeros past `width`.
   static void stack(const T* const* rows, int64_t count, int64_t first, int64_t width, float* panel) {
-    for (int64_t t = 0; t < count; ++t)
-      for (int64_t j = 0; j < kColumns; ++j) panel[t * kColumns + j] = j < width ? load(rows[t] + first + j) : 0.0f;
+    for (int64_t t = 0; t < count; ++t, panel += kColumns) {
+      for (int64_t j = 0; j < width; ++j) panel[j] = load(rows[t] + first + j);
+      std::fill(panel + width, panel + kColumns, 0.0f);
+    }
   }
   // The same two for the result [count][64] of a product.
   static void transpose_result(const float* result, int64_t count, float* panel) {
-    for (int64_t k = 0; k < kColumns; ++k)
-      for (int64_t j = 0; j < kColumns; ++j) panel[k * kColumns + j] = j < count ? result[j * kColumns + k] : 0.0f;
+    const float* rows[kColumns];
+    for (int64_t j = 0; j < count; ++j) rows[j] = result + j * kColumns;
+    PlainPacking<float>::transpose(rows, count, kColumns, panel);
   }
   static void stack_result(const float* result, int64_t count, float* panel) {
     std::copy(result, result + count * kColumns, panel);
@@ -454,4 +462,4 @@ void with_policy(bool is_bf16, const F& f) {
   is_bf16 ? f(Plain<bfloat16>{}) : f(Plain<float>{});
 }
 
-}  // namespace kimi_k3
+}  // namespace kimi_k3::mla

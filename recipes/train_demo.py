@@ -267,7 +267,7 @@ def held_out_bits(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=900)
+    parser.add_argument("--steps", type=int, default=520)
     parser.add_argument("--seq-len", type=int, default=512, help="tokens of a training sequence")
     parser.add_argument("--batch-tokens", type=int, default=4096, help="tokens of an optimiser step")
     parser.add_argument("--out", type=Path, default=Path("checkpoints/demo"), help="gets the model, training.pt before")

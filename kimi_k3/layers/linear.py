@@ -20,5 +20,6 @@ def project(x_TD: Tensor, projections: list[nn.Linear], is_decode: bool) -> list
 
 
 def _is_plain(projection: nn.Linear) -> bool:
-    hooked = projection._forward_hooks or projection._forward_pre_hooks
-    return type(projection) is nn.Linear and type(projection.weight) is nn.Parameter and not hooked
+    # accelerate replaces `forward` and leaves `_hf_hook`: its weight may be elsewhere until the module is called.
+    is_hooked = projection._forward_hooks or projection._forward_pre_hooks or hasattr(projection, "_hf_hook")
+    return type(projection) is nn.Linear and type(projection.weight) is nn.Parameter and not is_hooked

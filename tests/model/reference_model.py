@@ -152,7 +152,9 @@ def _kda(x: Tensor, w: dict, text: dict, trace: Trace) -> Tensor:
 def _mla(x: Tensor, w: dict, text: dict) -> Tensor:
     H, R, nope = text["num_attention_heads"], text["kv_lora_rank"], text["qk_nope_head_dim"]
     eps, width = text.get("mla_rank_norm_eps", 1e-6), nope + text["qk_rope_head_dim"]
-    q = (_rms(x @ w["q_a_proj.weight"].T, w["q_a_layernorm.weight"], eps) @ w["q_b_proj.weight"].T).unflatten(1, (H, -1))
+    q = (_rms(x @ w["q_a_proj.weight"].T, w["q_a_layernorm.weight"], eps) @ w["q_b_proj.weight"].T).unflatten(
+        1, (H, -1)
+    )
     c = x @ w["kv_a_proj_with_mqa.weight"].T
     kv = (_rms(c[:, :R], w["kv_a_layernorm.weight"], eps) @ w["kv_b_proj.weight"].T).unflatten(1, (H, -1))
     rows = []

@@ -46,7 +46,9 @@ class Compiled:
 def both():
     with torch.no_grad(), torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         pair = Compiled()
-        for step, length in enumerate((*LENGTHS, *LENGTHS[::-1])):  # all graphs here, so that no test depends on another
+        for step, length in enumerate(
+            (*LENGTHS, *LENGTHS[::-1])
+        ):  # all graphs here, so that no test depends on another
             ids = random_ids(pair.config, BATCHES[step % 4], length, seed=step)
             pair.assert_equal(ids, decode_steps=2, use_cache=True)
         yield pair

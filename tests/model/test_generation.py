@@ -99,7 +99,9 @@ def test_rows_end_at_their_own_end_and_are_filled_up(model):
     longest = max(map(len, wanted))
     unused = next(token for token in range(48) if not any(token in tokens for tokens in free))
     for eos in (end, [end], [unused, end]):
-        assert new_tokens(model, *padded_batch(rows), eos_token_id=eos) == [t + [0] * (longest - len(t)) for t in wanted]
+        assert new_tokens(model, *padded_batch(rows), eos_token_id=eos) == [
+            t + [0] * (longest - len(t)) for t in wanted
+        ]
     assert new_tokens(model, rows[1], eos_token_id=end) == [wanted[1]]  # `new` is the longest row
 
 
@@ -195,8 +197,29 @@ def test_non_finite_logits_name_the_row(model):
 # Stop texts
 
 
-TEXTS = ["", "a", "abc", "hello stop world", "ababac", "xxaabaabxx", "stostop", "\nUser:\nUser", "日本語のテキスト", "aaaaaa"]
-STOPS = [["stop"], ["aab"], ["abac", "ba"], ["\nUser:"], ["本語", "テキ"], ["a"], ["aaa", "aaaa"], ["zzz"], ["bac", "ab"]]
+TEXTS = [
+    "",
+    "a",
+    "abc",
+    "hello stop world",
+    "ababac",
+    "xxaabaabxx",
+    "stostop",
+    "\nUser:\nUser",
+    "日本語のテキスト",
+    "aaaaaa",
+]
+STOPS = [
+    ["stop"],
+    ["aab"],
+    ["abac", "ba"],
+    ["\nUser:"],
+    ["本語", "テキ"],
+    ["a"],
+    ["aaa", "aaaa"],
+    ["zzz"],
+    ["bac", "ab"],
+]
 
 
 def cut_everywhere(text: str):
@@ -233,7 +256,14 @@ def test_stop_texts_cut_at_every_position(stop):
 
 def test_only_what_may_become_a_stop_text_is_held_back():
     stopper = StopText(["stop", "\n\n"])
-    assert [stopper.feed(piece) for piece in ("he", "llo s", "t", "a", "ste\n", "x")] == ["he", "llo ", "", "sta", "ste", "\nx"]
+    assert [stopper.feed(piece) for piece in ("he", "llo s", "t", "a", "ste\n", "x")] == [
+        "he",
+        "llo ",
+        "",
+        "sta",
+        "ste",
+        "\nx",
+    ]
 
 
 def byte_prompt(text: str) -> list[int]:
@@ -296,7 +326,9 @@ def test_an_end_id_ends_the_stream_and_is_not_shown(end_source, golden_model, to
     end = {"config": min(known), "tokenizer": (own or [min(known)])[0], "argument": 70}[end_source]
     options = {"eos_token_id": 70} if end_source == "argument" else {}
     tokens = [*byte_prompt("hey"), end, *byte_prompt("never")]
-    steps = list(stream_generate(Scripted(golden_model, tokens), [65], tokenizer=tokenizer, max_new_tokens=9, **options))
+    steps = list(
+        stream_generate(Scripted(golden_model, tokens), [65], tokenizer=tokenizer, max_new_tokens=9, **options)
+    )
     assert [step.token_id for step in steps] == tokens[:4]
     assert "".join(step.text for step in steps) == "hey" and steps[-1].finish_reason == "stop"
     if end_source == "tokenizer" and own:  # without a tokenizer it is a token like any other

@@ -149,7 +149,9 @@ def test_intermediates_and_exact_expert_ids(name):
         if "conv_" in key:
             wanted = wanted[:, 1:]  # that code keeps a fourth, unused column
         bound = 1e-4 * wanted.abs().max().item()
-        torch.testing.assert_close(got.float(), wanted.float(), atol=bound, rtol=0, msg=lambda m, key=key: f"{key}: {m}")
+        torch.testing.assert_close(
+            got.float(), wanted.float(), atol=bound, rtol=0, msg=lambda m, key=key: f"{key}: {m}"
+        )
 
 
 @pytest.mark.parametrize("experts", ["mxfp4", "dequantized"])

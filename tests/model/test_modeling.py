@@ -160,9 +160,7 @@ def test_situ_in_every_feed_forward_block_counts():
 
 
 def router_of(experts: int, top_k: int, hidden: int, dtype=torch.float32, seed=0, **changes) -> KimiK3Router:
-    text = small_config(
-        num_experts=experts, num_experts_per_token=top_k, hidden_size=hidden, **changes
-    ).text_config
+    text = small_config(num_experts=experts, num_experts_per_token=top_k, hidden_size=hidden, **changes).text_config
     router, generator = KimiK3Router(text), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         router.weight.copy_(torch.randn(experts, hidden, generator=generator) * hidden**-0.5)
@@ -205,7 +203,9 @@ def test_896_experts_top_16_are_the_same_sets_at_any_batch_and_in_float64():
         if decided[row]:
             assert sets(single.topk_ids)[0] == wanted[row]
     weights = scores.gather(-1, large.topk_ids)
-    torch.testing.assert_close(large.topk_weights.double(), weights / weights.sum(-1, keepdim=True), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(
+        large.topk_weights.double(), weights / weights.sum(-1, keepdim=True), atol=1e-6, rtol=1e-5
+    )
     assert large.topk_weights.dtype == large.logits.dtype == torch.float32
 
 

@@ -43,7 +43,9 @@ def test_packed_documents_equal_separate_ones_in_outputs_and_gradients(lengths, 
     separate = {name: p.grad for name, p in model.named_parameters()}
     for name in names:
         if separate[name] is not None:
-            torch.testing.assert_close(packed[name], separate[name], atol=1e-9, rtol=1e-8, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                packed[name], separate[name], atol=1e-9, rtol=1e-8, msg=lambda m, n=name: f"{n}: {m}"
+            )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -66,7 +66,9 @@ def test_draws_follow_the_distribution(params):
 
 
 def test_draws_at_successive_positions_are_uncorrelated():
-    draws = torch.tensor([[uniform(seed, position) for position in range(40)] for seed in range(200)], dtype=torch.float64)
+    draws = torch.tensor(
+        [[uniform(seed, position) for position in range(40)] for seed in range(200)], dtype=torch.float64
+    )
     assert abs(draws.mean() - 0.5) < 0.02 and abs(draws.var() - 1 / 12) < 0.005
     by_position, by_seed = draws - 0.5, (draws - 0.5).T
     for table in (by_position, by_seed):

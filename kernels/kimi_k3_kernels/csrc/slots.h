@@ -44,7 +44,8 @@ inline std::vector<int64_t> sequence_bounds(const char* op, const Tensor& cu_seq
   std::vector<int64_t> bounds;
   for (int64_t n = 0; n < cu_seqlens.size(0); ++n) {
     bounds.push_back(cu[n]);
-    STD_TORCH_CHECK(n == 0 ? bounds[0] == 0 : bounds[n] >= bounds[n - 1], op, ": want cu_seqlens that rises from 0, got ", cu[n], " at ", n);
+    STD_TORCH_CHECK(n == 0 ? bounds[0] == 0 : bounds[n] >= bounds[n - 1], op,
+                    ": want cu_seqlens that rises from 0, got ", cu[n], " at ", n);
   }
   STD_TORCH_CHECK(bounds.back() == tokens, op, ": want cu_seqlens that ends at ", tokens, ", got ", bounds.back());
   return bounds;

@@ -6,7 +6,8 @@
 namespace kimi_k3 {
 
 struct StatePool {  // [S, H, K, V], the last dimension contiguous
-  explicit StatePool(const Tensor& t) : base(mutable_data<float>(t)), slot(t.stride(0)), head_stride(t.stride(1)), row_stride(t.stride(2)) {}
+  explicit StatePool(const Tensor& t)
+      : base(mutable_data<float>(t)), slot(t.stride(0)), head_stride(t.stride(1)), row_stride(t.stride(2)) {}
   float* head(int64_t s, int64_t h) const { return base + s * slot + h * head_stride; }
   float* base;
   int64_t slot, head_stride, row_stride;
@@ -14,7 +15,8 @@ struct StatePool {  // [S, H, K, V], the last dimension contiguous
 
 // Where each sequence's states are read and written. A slot that another sequence writes is read from a copy.
 struct StepPlan {
-  StepPlan(const Tensor& pool_tensor, Slots slots, int64_t key_dim, int64_t value_dim, const std::vector<int64_t>& other_writes = {})
+  StepPlan(const Tensor& pool_tensor, Slots slots, int64_t key_dim, int64_t value_dim,
+           const std::vector<int64_t>& other_writes = {})
       : pool(pool_tensor), slots(std::move(slots)), value_dim(value_dim), copies(this->slots.read.size()) {
     const int64_t heads = pool_tensor.size(1);
     head_size = key_dim * value_dim;
@@ -22,7 +24,8 @@ struct StepPlan {
       copies[n].resize(heads * head_size);
       for (int64_t h = 0; h < heads; ++h)
         for (int64_t d = 0; d < key_dim; ++d)
-          std::copy_n(pool.head(this->slots.read[n], h) + d * pool.row_stride, value_dim, &copies[n][h * head_size + d * value_dim]);
+          std::copy_n(pool.head(this->slots.read[n], h) + d * pool.row_stride, value_dim,
+                      &copies[n][h * head_size + d * value_dim]);
     }
   }
   StatePlaces places(int64_t n, int64_t h) const {
@@ -71,7 +74,8 @@ void with_type(const Tensor& t, const F& f) {
     f(float{});
 }
 
-Tensor kda_step(Tensor q, Tensor k, Tensor v, Tensor log_decay, Tensor beta, Tensor state_pool, Tensor read_slots, Tensor write_slots) {
+Tensor kda_step(Tensor q, Tensor k, Tensor v, Tensor log_decay, Tensor beta, Tensor state_pool, Tensor read_slots,
+                Tensor write_slots) {
   if (!has_kernel(q, state_pool))
     return reference_tensor("kda_step_", q, k, v, log_decay, beta, state_pool, read_slots, write_slots);
   Tensor out = new_tensor(v, {v.size(0), v.size(1), v.size(2)});
@@ -87,7 +91,7 @@ Tensor kda_step(Tensor q, Tensor k, Tensor v, Tensor log_decay, Tensor beta, Ten
   return out;
 }
 
-Tensor run_chunks(const char* op, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& log_decay, const Tensor& beta,
+Tensor run_chunks(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& log_decay, const Tensor& beta,
                   const ChunkPlan& plan) {
   Tensor out = new_tensor(v, {v.size(0), v.size(1), v.size(2)});
   with_type(q, [&](auto zero) {
@@ -108,16 +112,16 @@ Tensor kda_chunk(Tensor q, Tensor k, Tensor v, Tensor log_decay, Tensor beta, Te
   plan.bounds = sequence_bounds("kda_chunk", cu_seqlens, q.size(0));
   plan.num_sequences = read_slots.size(0);
   plan.exports.resize(plan.num_sequences);
-  return run_chunks("kda_chunk", q, k, v, log_decay, beta, plan);
+  return run_chunks(q, k, v, log_decay, beta, plan);
 }
 
 Tensor kda_chunk_export(Tensor q, Tensor k, Tensor v, Tensor log_decay, Tensor beta, Tensor state_pool, Tensor read_slots,
                         Tensor write_slots, Tensor cu_seqlens, Tensor export_at, Tensor export_slots) {
   Integers at(export_at), to(export_slots);
   const int64_t num_exports = export_at.size(0);
-  bool in_range = true;
-  for (int64_t x = 0; x < num_exports; ++x) in_range = in_range && at[x] >= 1 && at[x] <= q.size(0);
-  if (!has_kernel(q, state_pool) || !in_range)  // the reference names what is out of range
+  for (int64_t x = 0; x < num_exports; ++x)
+    STD_TORCH_CHECK(at[x] >= 1 && at[x] <= q.size(0), "kda_chunk_export: want export_at in 1..", q.size(0), ", got ", at[x]);
+  if (!has_kernel(q, state_pool))
     return reference_tensor("kda_chunk_export", q, k, v, log_decay, beta, state_pool, read_slots, write_slots, cu_seqlens,
                             export_at, export_slots);
   Slots slots("kda_chunk_export", state_pool, read_slots, write_slots);
@@ -132,7 +136,7 @@ Tensor kda_chunk_export(Tensor q, Tensor k, Tensor v, Tensor log_decay, Tensor b
     plan.exports[n].emplace_back(at[x], targets[x]);
   }
   for (auto& exports : plan.exports) std::sort(exports.begin(), exports.end());
-  return run_chunks("kda_chunk_export", q, k, v, log_decay, beta, plan);
+  return run_chunks(q, k, v, log_decay, beta, plan);
 }
 
 }  // namespace

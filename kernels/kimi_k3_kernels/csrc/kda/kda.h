@@ -11,7 +11,8 @@ constexpr int64_t kTile = 16;  // tokens of one tile of the chunk form
 template <class T>
 struct TokenRows {
   TokenRows(const Tensor& t, int64_t width)
-      : tensor(t.stride(2) == 1 || width == 1 ? t : make_contiguous(t)), token(tensor.stride(0)), head(tensor.stride(1)), base(data<T>(tensor)) {}
+      : tensor(t.stride(2) == 1 || width == 1 ? t : make_contiguous(t)), token(tensor.stride(0)),
+        head(tensor.stride(1)), base(data<T>(tensor)) {}
   const T* row(int64_t t, int64_t h) const { return base + t * token + h * head; }
   Tensor tensor;
   int64_t token, head;

@@ -1,8 +1,9 @@
 // KDA for one head: the step, and the chunk form in tiles of 16 tokens (equations: kda/reference.py).
 
+// A row in float32, zeros behind it. A null row is zeros.
 template <class T>
 KIMI_K3_INLINE void load_row(const T* from, int64_t width, int64_t padded, float* to) {
-  for (int64_t i = 0; i < padded; i += kLanes) store_vec(to + i, load_some(from + i, width - i));
+  for (int64_t i = 0; i < padded; i += kLanes) store_vec(to + i, from == nullptr ? Vec{} : load_some(from + i, width - i));
 }
 
 // --- one token ---
@@ -110,12 +111,12 @@ constexpr int kTileRows = kLanes == 16 ? 16 : kLanes == 8 ? 4 : 2;
 // What one tile needs beside the state; K padded to whole vectors with zeros.
 struct Tile {
   explicit Tile(int64_t key_dim)
-      : padded(round_up(key_dim, kTile)), scratch((2 * 2 * kTile + 5 * kTile + 1) * padded + 6 * kTile * kTile + 3 * kTile * kPanel) {
+      : padded(round_up(key_dim, kTile)), scratch((9 * kTile + 1) * padded + 2 * kTile * kTile + 4 * kTile * kPanel) {
     float* next = scratch.floats;
     auto take = [&](int64_t count) { return next += count, next - count; };
     k = take(kTile * padded);
     q = take(kTile * padded);
-    cumulative = take(kTile * padded);
+    log_decay = take(kTile * padded);
     left = take(2 * kTile * padded);
     right = take(kTile * padded);
     decayed = take(2 * kTile * padded);
@@ -128,7 +129,7 @@ struct Tile {
   }
   int64_t padded;
   Scratch scratch;
-  float *k, *q, *cumulative;  // [16, K]
+  float *k, *q, *log_decay;   // [16, K]
   float *left, *right;        // k then q with their share of the decay [32, K]; k with the rest of it: [K, 16] or [16, K]
   float* decayed;             // exp(G) k, exp(G) q [32, K]
   float *k_to_end, *end_decay;  // exp(G_16 - G) k [16, K]; exp(G_16) [K]
@@ -170,15 +171,17 @@ KIMI_K3_INLINE void transpose(Vec (&rows)[kLanes]) {
 // exp(G_i - G_j) = exp(G_i - M) exp(M - G_j) with M = G_16 / 2.
 KIMI_K3_TARGET static void prepare_bounded(Tile& tile) {
   const int64_t width = tile.padded;
-  const float* end = tile.cumulative + (kTile - 1) * width;
   for (int64_t d = 0; d < width; d += kLanes) {
-    const Vec middle = load_vec(end + d) * 0.5f, to_middle = exp_vec(middle);
+    Vec total{}, cumulative{};
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < kTile; ++i) total += load_vec(tile.log_decay + i * width + d);
+    const Vec middle = total * 0.5f, to_middle = exp_vec(middle);
     store_vec(tile.end_decay + d, to_middle * to_middle);
     Vec right[kTileVecs][kLanes];
 #pragma GCC unroll 16
     for (int64_t i = 0; i < kTile; ++i) {
-      const Vec difference = load_vec(tile.cumulative + i * width + d) - middle;
-      const Vec down = exp_vec(difference), up = exp_vec(-difference);
+      cumulative += load_vec(tile.log_decay + i * width + d);
+      const Vec down = exp_vec(cumulative - middle), up = exp_vec(middle - cumulative);
       const Vec k = load_vec(tile.k + i * width + d), q = load_vec(tile.q + i * width + d);
       store_vec(tile.left + i * width + d, k * down);
       store_vec(tile.left + (kTile + i) * width + d, q * down);
@@ -224,8 +227,8 @@ KIMI_K3_INLINE float dot(const float* a, const float* b, int64_t width) {
   return sum_lanes(sum);
 }
 
-// Rows [middle, end) of A and B against columns [begin, middle), then each half by itself. Both exponents are <= 0: from
-// the last token before `middle` to the row, and from the column to that token.
+// Rows [middle, end) of A and B against columns [begin, middle), then each half by itself. Both exponents are sums of
+// log-decays away from the edge before `middle`, so they are <= 0, and no decay elsewhere takes digits from them.
 KIMI_K3_TARGET static void products_by_halves(Tile& tile, int64_t begin, int64_t end) {
   const int64_t width = tile.padded;
   if (end - begin == 1) {
@@ -234,15 +237,16 @@ KIMI_K3_TARGET static void products_by_halves(Tile& tile, int64_t begin, int64_t
   }
   const int64_t middle = (begin + end) / 2;
   for (int64_t d = 0; d < width; d += kLanes) {
-    const Vec edge = load_vec(tile.cumulative + (middle - 1) * width + d);
+    Vec from_edge{}, to_edge{};
     for (int64_t i = middle; i < end; ++i) {
-      const Vec down = exp_vec(load_vec(tile.cumulative + i * width + d) - edge);
+      from_edge += load_vec(tile.log_decay + i * width + d);
+      const Vec down = exp_vec(from_edge);
       store_vec(tile.left + i * width + d, load_vec(tile.k + i * width + d) * down);
       store_vec(tile.left + (kTile + i) * width + d, load_vec(tile.q + i * width + d) * down);
     }
-    for (int64_t j = begin; j < middle; ++j) {
-      const Vec down = exp_vec(edge - load_vec(tile.cumulative + j * width + d));
-      store_vec(tile.right + j * width + d, load_vec(tile.k + j * width + d) * down);
+    for (int64_t j = middle - 1; j >= begin; --j) {
+      store_vec(tile.right + j * width + d, load_vec(tile.k + j * width + d) * exp_vec(to_edge));
+      to_edge += load_vec(tile.log_decay + j * width + d);
     }
   }
   for (int64_t i = middle; i < end; ++i)
@@ -256,14 +260,17 @@ KIMI_K3_TARGET static void products_by_halves(Tile& tile, int64_t begin, int64_t
 KIMI_K3_TARGET static void prepare_unbounded(Tile& tile) {
   const int64_t width = tile.padded;
   for (int64_t d = 0; d < width; d += kLanes) {
-    const Vec end = load_vec(tile.cumulative + (kTile - 1) * width + d);
-    store_vec(tile.end_decay + d, exp_vec(end));
+    Vec from_start{}, to_end{};
     for (int64_t i = 0; i < kTile; ++i) {
-      const Vec cumulative = load_vec(tile.cumulative + i * width + d), down = exp_vec(cumulative);
-      const Vec k = load_vec(tile.k + i * width + d);
-      store_vec(tile.decayed + i * width + d, k * down);
+      from_start += load_vec(tile.log_decay + i * width + d);
+      const Vec down = exp_vec(from_start);
+      store_vec(tile.decayed + i * width + d, load_vec(tile.k + i * width + d) * down);
       store_vec(tile.decayed + (kTile + i) * width + d, load_vec(tile.q + i * width + d) * down);
-      store_vec(tile.k_to_end + i * width + d, k * exp_vec(end - cumulative));
+    }
+    store_vec(tile.end_decay + d, exp_vec(from_start));
+    for (int64_t i = kTile - 1; i >= 0; --i) {
+      store_vec(tile.k_to_end + i * width + d, load_vec(tile.k + i * width + d) * exp_vec(to_end));
+      to_end += load_vec(tile.log_decay + i * width + d);
     }
   }
   products_by_halves(tile, 0, kTile);
@@ -273,25 +280,21 @@ KIMI_K3_TARGET static void prepare_unbounded(Tile& tile) {
 template <class T>
 KIMI_K3_TARGET static void prepare(const KdaInputs<T>& in, int64_t t, int64_t h, int64_t count, Tile& tile) {
   const int64_t width = tile.padded;
-  Vec lowest{};
+  float bound = 0;
   for (int64_t i = 0; i < kTile; ++i) {
-    float *k = tile.k + i * width, *q = tile.q + i * width, *cumulative = tile.cumulative + i * width;
     const bool present = i < count;
     tile.beta[i] = present ? in.beta(t + i, h) : 0.0f;
-    const T *k_row = present ? in.k.row(t + i, h) : nullptr, *q_row = present ? in.q.row(t + i, h) : nullptr;
-    const float* decay_row = present ? in.log_decay.row(t + i, h) : nullptr;
-    for (int64_t d = 0; d < width; d += kLanes) {
-      store_vec(k + d, present ? load_some(k_row + d, in.key_dim - d) : Vec{});
-      store_vec(q + d, present ? load_some(q_row + d, in.key_dim - d) : Vec{});
-      Vec sum = present ? load_some(decay_row + d, in.key_dim - d) : Vec{};
-      if (i > 0) sum += load_vec(cumulative - width + d);
-      store_vec(cumulative + d, sum);
-      lowest = sum < lowest ? sum : lowest;
-    }
+    load_row(present ? in.k.row(t + i, h) : nullptr, in.key_dim, width, tile.k + i * width);
+    load_row(present ? in.q.row(t + i, h) : nullptr, in.key_dim, width, tile.q + i * width);
+    load_row(present ? in.log_decay.row(t + i, h) : nullptr, in.key_dim, width, tile.log_decay + i * width);
   }
-  float lanes[kLanes], bound = 0;
-  store_vec(lanes, lowest);
-  for (float lane : lanes) bound = lane < bound ? lane : bound;
+  for (int64_t d = 0; d < width; d += kLanes) {
+    Vec total{};
+    for (int64_t i = 0; i < kTile; ++i) total += load_vec(tile.log_decay + i * width + d);
+    float lanes[kLanes];
+    store_vec(lanes, total);
+    for (float lane : lanes) bound = lane < bound ? lane : bound;
+  }
   bound >= -80.0f ? prepare_bounded(tile) : prepare_unbounded(tile);
 }
 

@@ -67,7 +67,8 @@ void step(const Tensor& x, const Tensor& weight, const Tensor& conv_pool, const 
                       : slots.read[n] >= 0 ? windows.row(slots.read[n], w) + c
                                            : zeros.data();
         inputs[before] = tokens + n * token_stride + c;
-        KIMI_K3_ACTIVE(convolve<T>)(inputs.data(), 1, taps.data(), kChannels, num_taps, count, outputs + n * channels + c, channels);
+        KIMI_K3_ACTIVE(convolve<T>)(inputs.data(), 1, taps.data(), kChannels, num_taps, count,
+                                    outputs + n * channels + c, channels);
         if (slots.write[n] < 0) continue;
         // In place, row w takes row w + 1, which is still as it was.
         for (int64_t w = 0; w < before; ++w) std::memmove(windows.row(slots.write[n], w) + c, inputs[w + 1], count * sizeof(T));
@@ -116,7 +117,8 @@ void run(const Tensor& x, const Tensor& weight, const Tensor& conv_pool, const S
       for (int64_t t = first, until; t < last; t = until, ++n) {
         until = std::min(last, bounds[n + 1]);
         for (int64_t i = 0; i < until - t + before; ++i) rows[i] = row(n, t, before - i) + c;
-        KIMI_K3_ACTIVE(convolve<T>)(rows.data(), until - t, taps.data(), kChannels, num_taps, count, outputs + t * channels + c, channels);
+        KIMI_K3_ACTIVE(convolve<T>)(rows.data(), until - t, taps.data(), kChannels, num_taps, count,
+                                    outputs + t * channels + c, channels);
       }
     }
   });

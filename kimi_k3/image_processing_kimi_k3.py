@@ -131,8 +131,8 @@ class KimiK3ImageProcessor:
     def resize_plan(self, width: int, height: int) -> ResizePlan:
         """New size and padding of an image of width x height pixels.
 
-            s = min(1, sqrt(in_patch_limit / (max(1, w // 14) max(1, h // 14))), 512 * 14 / w, 512 * 14 / h)
-            w' = min(max(1, int(w s)), 512 * 14), h' likewise; then padded right and bottom to multiples of 28
+        s = min(1, sqrt(in_patch_limit / (max(1, w // 14) max(1, h // 14))), 512 * 14 / w, 512 * 14 / h)
+        w' = min(max(1, int(w s)), 512 * 14), h' likewise; then padded right and bottom to multiples of 28
         """
         if width < 1 or height < 1:
             raise ValueError(f"KimiK3ImageProcessor: want an image of at least 1x1 pixels, got {width}x{height}")

@@ -64,7 +64,7 @@ class MeshShape:
 
     @classmethod
     def parse(cls, text: str) -> MeshShape:
-        """"tp=8,ep=64" in any order; tp left out is 1, ep left out is tp."""
+        """ "tp=8,ep=64" in any order; tp left out is 1, ep left out is tp."""
         sizes: dict[str, int] = {}
         for part in text.split(","):
             match = re.fullmatch(r"\s*(tp|ep)\s*=\s*(\d+)\s*", part)

@@ -50,7 +50,9 @@ def installed_library() -> Path:
 
 
 def cached_library() -> Path:
-    folder = os.environ.get("KIMI_K3_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kimi_k3"
+    folder = (
+        os.environ.get("KIMI_K3_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kimi_k3"
+    )
     return Path(folder) / f"kernels_{fingerprint()}.so"
 
 
@@ -103,4 +105,3 @@ def load() -> Path | None:
             return None
     torch.ops.load_library(str(library))
     return library
-

@@ -36,7 +36,9 @@ def make_experts(tokens: int, latent: int, width: int, experts: int = 6, topk: i
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("tokens", "latent", "width"), [(1, 32, 32), (2, 96, 160), (9, 256, 64), (70, 128, 288), (0, 32, 32)])
+@pytest.mark.parametrize(
+    ("tokens", "latent", "width"), [(1, 32, 32), (2, 96, 160), (9, 256, 64), (70, 128, 288), (0, 32, 32)]
+)
 def test_experts_equal_the_reference(instructions: str, dtype: torch.dtype, tokens: int, latent: int, width: int):
     x, ids, weights, packed, table = make_experts(tokens, latent, width)
     x = x.to(dtype)
@@ -94,7 +96,9 @@ def test_slots_and_ids_of_either_width_and_any_stride(instructions: str):
 @pytest.mark.parametrize(
     ("tokens", "columns", "sizes"), [(1, 64, (7, 130)), (5, 100, (64, 1, 3)), (33, 33, (5,)), (0, 8, (4,))]
 )
-def test_matvec_equals_float64(instructions: str, dtype, weight_dtype, tokens: int, columns: int, sizes: tuple[int, ...]):
+def test_matvec_equals_float64(
+    instructions: str, dtype, weight_dtype, tokens: int, columns: int, sizes: tuple[int, ...]
+):
     generator = torch.Generator().manual_seed(columns)
     x = torch.randn((tokens, columns), generator=generator).to(dtype)
     weights = [torch.randn((size, columns), generator=generator).to(weight_dtype) for size in sizes]

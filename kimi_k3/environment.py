@@ -16,6 +16,8 @@ PACKAGES = ("kimi-k3", "torch", "torchao", "safetensors", "huggingface_hub", "ac
 # Every variable of our own; none of them changes results.
 VARIABLES = {
     "KIMI_K3_LOG_LEVEL": "level of the log on stderr: DEBUG, INFO, WARNING (default), ERROR",
+    "KIMI_K3_NATIVE": "0: leave the compiled CPU kernels alone, plain PyTorch serves every op",
+    "KIMI_K3_CACHE": "folder of the CPU kernels that the first import builds (default: ~/.cache/kimi_k3)",
     "KIMI_K3_TEST_DATA": "folder of the large fixtures that some tests need",
 }
 DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA"}
@@ -39,9 +41,12 @@ def environment() -> dict[str, Any]:
 
 
 def op_names() -> list[str]:
-    """Every op of `torch.ops.kimi_k3`, backward ops included."""
+    """Every op of `torch.ops.kimi_k3` with a definition in plain PyTorch, its overload `reference`; backward ops included."""
     names = torch._C._dispatch_get_all_op_names()
-    return sorted(name.removeprefix("kimi_k3::") for name in names if name.startswith("kimi_k3::"))
+    prefix, suffix = "kimi_k3::", ".reference"
+    return sorted(
+        n.removeprefix(prefix).removesuffix(suffix) for n in names if n.startswith(prefix) and n.endswith(suffix)
+    )
 
 
 def op_kernels(op: str) -> dict[str, str | None]:

@@ -164,7 +164,14 @@ def test_ctrl_c_ends_generate_cleanly():
         f"sys.exit(main(['generate', {str(GOLDEN / 'golden')!r}, '--prompt', 'x']))\n"
     )
     command = [sys.executable, "-c", program]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # A test run in the background of a shell inherits an ignored SIGINT; a user's terminal does not.
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     assert process.stdout is not None and process.stdout.read(3) == "AAA"
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)

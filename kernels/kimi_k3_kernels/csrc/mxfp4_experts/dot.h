@@ -45,6 +45,15 @@ struct PlainRows {
     store(&rounded, value);  // a hidden activation has the dtype of x
     row[k] = load(&rounded);
   }
+  static void put16(Element* row, int64_t k, const float* values, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) put(row, k + i, values[i]);
+  }
+  static void store16(Activation* out, const float* values, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) store(out + i, values[i]);
+  }
+  static void add_weighted(float* sum, float weight, const Activation* row, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) sum[i] += weight * load(row + i);
+  }
 
   static inline __attribute__((always_inline)) void body(const PackedMatrix& w, int64_t first, int64_t count,
                                                          const float* const* x, int64_t m_count, float* out) {
@@ -103,11 +112,39 @@ struct Bf16Rows {
     return k - in_block + j * 32 + lane * 2 + half;
   }
   static void put(bfloat16* row, int64_t k, float value) { row[place(k)] = to_bfloat16(value); }
+  // 16 values from a multiple of 16: two lanes of each lookup, so four runs of four words.
+  KIMI_K3_AVX512 static void put16(bfloat16* row, int64_t k, const float* values, int64_t count) {
+    if (count < 16) {
+      for (int64_t i = 0; i < count; ++i) put(row, k + i, values[i]);
+      return;
+    }
+    const __m256i order = _mm256_set_epi16(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
+    __m256i words = _mm256_permutexvar_epi16(order, (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(values)));
+    bfloat16* target = row + place(k);
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(target), _mm256_castsi256_si128(words));
+    _mm_storeh_pd(reinterpret_cast<double*>(target + 32), _mm_castsi128_pd(_mm256_castsi256_si128(words)));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(target + 64), _mm256_extracti128_si256(words, 1));
+    _mm_storeh_pd(reinterpret_cast<double*>(target + 96), _mm_castsi128_pd(_mm256_extracti128_si256(words, 1)));
+  }
+  KIMI_K3_AVX512 static void store16(bfloat16* out, const float* values, int64_t count) {
+    __mmask16 mask = static_cast<__mmask16>((1u << count) - 1);
+    _mm256_mask_storeu_epi16(out, mask, (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(mask, values)));
+  }
+  KIMI_K3_AVX512 static void add_weighted(float* sum, float weight, const bfloat16* row, int64_t count) {
+    const __m512 factor = _mm512_set1_ps(weight);
+    for (int64_t i = 0; i < count; i += 16) {
+      __mmask16 mask = count - i < 16 ? static_cast<__mmask16>((1u << (count - i)) - 1) : 0xffff;
+      __m512i wide = _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, row + i)), 16);
+      __m512 total = _mm512_fmadd_ps(factor, _mm512_castsi512_ps(wide), _mm512_maskz_loadu_ps(mask, sum + i));
+      _mm512_mask_storeu_ps(sum + i, mask, total);
+    }
+  }
 
   struct Decoded {  // one weight row's block: four lookups and the scale of each lane
     __m512i values[4];
     __m512 scale;
   };
+  static constexpr int64_t kAhead = 2048;  // bytes between a row's reads and its prefetches, about 100 ns of work
 
   KIMI_K3_AVX512 static inline __m512i table() {
     alignas(64) static const bfloat16 words[32] = {
@@ -166,22 +203,48 @@ struct Bf16Rows {
       for (int n = 0; n < N; ++n) sums[m][n] = _mm512_fmadd_ps(block[m][n], w[n * w_stride].scale, sums[m][n]);
   }
 
+  // The lanes' sums of N accumulators; the order is the same wherever an output is computed.
+  template <int N>
+  KIMI_K3_AVX512 static inline __attribute__((always_inline)) void reduce(const __m512 (&sums)[N], float* out) {
+    if constexpr (N == 4) {
+      __m512 low = _mm512_add_ps(_mm512_unpacklo_ps(sums[0], sums[1]), _mm512_unpackhi_ps(sums[0], sums[1]));
+      __m512 high = _mm512_add_ps(_mm512_unpacklo_ps(sums[2], sums[3]), _mm512_unpackhi_ps(sums[2], sums[3]));
+      __m512 all = _mm512_add_ps(_mm512_shuffle_ps(low, high, 0x44), _mm512_shuffle_ps(low, high, 0xee));
+      __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
+      _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+    } else {
+      for (int n = 0; n < N; ++n) out[n] = _mm512_reduce_add_ps(sums[n]);
+    }
+  }
+
   // Few rows: decode in registers.
   template <int M, int N>
   KIMI_K3_AVX512 static void direct(const PackedMatrix& w, int64_t first, const bfloat16* const* x, float* out) {
     __m512 sums[M][N];
+#pragma GCC unroll 8
     for (int m = 0; m < M; ++m)
+#pragma GCC unroll 8
       for (int n = 0; n < N; ++n) sums[m][n] = _mm512_setzero_ps();
     const __m512i lut = table();
     for (int64_t k = 0; k < w.in; k += kBlock) {
-      Decoded blocks[N];
+      Decoded row;
 #pragma GCC unroll 8
-      for (int n = 0; n < N; ++n)
-        decode(w.code_row(first + n) + k / 2, w.scale_row(first + n) + k / kGroup, w.in - k, lut, blocks[n]);
-      accumulate<M, N>(blocks, 1, x, k, sums);
+      for (int n = 0; n < N; ++n) {
+        const uint8_t* codes = w.code_row(first + n) + k / 2;
+        _mm_prefetch(reinterpret_cast<const char*>(codes + kAhead), _MM_HINT_T0);
+        decode(codes, w.scale_row(first + n) + k / kGroup, w.in - k, lut, row);
+#pragma GCC unroll 8
+        for (int m = 0; m < M; ++m) {
+          __m512 block = _mm512_setzero_ps();
+#pragma GCC unroll 4
+          for (int j = 0; j < 4; ++j)
+            block = _mm512_dpbf16_ps(block, (__m512bh)row.values[j], (__m512bh)_mm512_loadu_si512(x[m] + k + j * 32));
+          sums[m][n] = _mm512_fmadd_ps(block, row.scale, sums[m][n]);
+        }
+      }
     }
-    for (int m = 0; m < M; ++m)
-      for (int n = 0; n < N; ++n) out[m * kBlockRows + n] = _mm512_reduce_add_ps(sums[m][n]);
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) reduce<N>(sums[m], out + m * kBlockRows);
   }
 
   // Many rows: from weight rows that were decoded once, [rows][blocks].
@@ -191,8 +254,8 @@ struct Bf16Rows {
     for (int m = 0; m < M; ++m)
       for (int n = 0; n < N; ++n) sums[m][n] = _mm512_setzero_ps();
     for (int64_t b = 0; b < blocks; ++b) accumulate<M, N>(w + b, blocks, x, b * kBlock, sums);
-    for (int m = 0; m < M; ++m)
-      for (int n = 0; n < N; ++n) out[m * kBlockRows + n] = _mm512_reduce_add_ps(sums[m][n]);
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) reduce<N>(sums[m], out + m * kBlockRows);
   }
 
   template <int N>
@@ -249,6 +312,15 @@ struct Float32Rows {
   static int64_t padded(int64_t k) { return k; }
   static int64_t place(int64_t k) { return k - k % kGroup + k % 2 * 16 + k % kGroup / 2; }
   static void put(float* row, int64_t k, float value) { row[place(k)] = value; }
+  static void put16(float* row, int64_t k, const float* values, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) put(row, k + i, values[i]);
+  }
+  static void store16(float* out, const float* values, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) store(out + i, values[i]);
+  }
+  static void add_weighted(float* sum, float weight, const float* row, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) sum[i] += weight * load(row + i);
+  }
 
   template <int M>
   KIMI_K3_AVX512 static void dot(const PackedMatrix& w, int64_t n, const float* const* x, float* out) {

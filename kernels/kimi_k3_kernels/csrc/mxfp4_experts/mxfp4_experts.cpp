@@ -66,8 +66,13 @@ void run_panel(const typename Rows::Activation* x, const Integers& ids, const fl
 
   std::vector<Element> prepared(tokens * latent_padded);
   parallel(tokens, 8, [&](int64_t begin, int64_t end) {
+    float values[kBlockRows];
     for (int64_t t = begin; t < end; ++t)
-      for (int64_t k = 0; k < latent; ++k) Rows::put(&prepared[t * latent_padded], k, load(x + (first + t) * latent + k));
+      for (int64_t k = 0; k < latent; k += kBlockRows) {
+        const int64_t block = std::min(kBlockRows, latent - k);
+        for (int64_t i = 0; i < block; ++i) values[i] = load(x + (first + t) * latent + k + i);
+        Rows::put16(&prepared[t * latent_padded], k, values, block);
+      }
   });
 
   std::vector<Element> hidden(count * width_padded);  // by place in `order`
@@ -88,7 +93,7 @@ void run_panel(const typename Rows::Activation* x, const Integers& ids, const fl
       for (int64_t i = 0; i < m; ++i) {
         float values[kBlockRows];
         Rows::activate(&gate[i * kBlockRows], &up[i * kBlockRows], block, situ_betas, values);
-        for (int64_t j = 0; j < block; ++j) Rows::put(&hidden[(start + i) * width_padded], n + j, values[j]);
+        Rows::put16(&hidden[(start + i) * width_padded], n, values, block);
       }
     }
   });
@@ -107,8 +112,7 @@ void run_panel(const typename Rows::Activation* x, const Integers& ids, const fl
       for (int64_t i = 0; i < m; ++i) rows[i] = &hidden[(start + i) * width_padded];
       Rows::rows(w2.matrix(choices.slots[run]), n, block, rows.data(), m, values.data());
       for (int64_t i = 0; i < m; ++i)
-        for (int64_t j = 0; j < block; ++j)
-          store(&outputs[choices.order[start + i] * latent + n + j], values[i * kBlockRows + j]);
+        Rows::store16(&outputs[choices.order[start + i] * latent + n], &values[i * kBlockRows], block);
     }
   });
 
@@ -116,11 +120,8 @@ void run_panel(const typename Rows::Activation* x, const Integers& ids, const fl
     std::vector<float> sum(latent);
     for (int64_t t = begin; t < end; ++t) {
       std::fill(sum.begin(), sum.end(), 0.0f);
-      for (int64_t a = 0; a < topk; ++a) {
-        const float weight = weights[(first + t) * topk + a];
-        const Activation* row = &outputs[(t * topk + a) * latent];
-        for (int64_t k = 0; k < latent; ++k) sum[k] += weight * load(row + k);
-      }
+      for (int64_t a = 0; a < topk; ++a)
+        Rows::add_weighted(sum.data(), weights[(first + t) * topk + a], &outputs[(t * topk + a) * latent], latent);
       for (int64_t k = 0; k < latent; ++k) store(out + (first + t) * latent + k, sum[k]);
     }
   });

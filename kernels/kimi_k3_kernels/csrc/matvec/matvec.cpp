@@ -89,7 +89,10 @@ KIMI_K3_AVX512 void tile512(const X* x, const W* w, int64_t k_count, float* y, i
   for (; k + Ops::kStep <= k_count; k += Ops::kStep) {
     __m512i weights[N];
 #pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) weights[n] = Ops::read(w + n * k_count + k);
+    for (int n = 0; n < N; ++n) {
+      _mm_prefetch(reinterpret_cast<const char*>(w + (N + n) * k_count + k), _MM_HINT_T0);
+      weights[n] = Ops::read(w + n * k_count + k);
+    }
 #pragma GCC unroll 4
     for (int m = 0; m < M; ++m) {
       __m512i row = Ops::read(x + m * k_count + k);

@@ -13,6 +13,8 @@ from kimi_k3.cache import PackedBatch
 
 # Four kinds of layer times the graphs of each: torch's own limit of 8 counts all kinds together.
 RECOMPILE_LIMIT = 32
+# Trust the CPU's own flags: else each process starts another one to try them, a second even with all graphs cached.
+INDUCTOR_OPTIONS = {"cpp.vec_isa_ok": True}
 
 
 @contextmanager

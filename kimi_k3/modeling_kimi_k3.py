@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kimi_k3.cache import KimiK3Cache, PackedBatch, batch_without_cache, make_pools
-from kimi_k3.compilation import mark_dynamic_sizes, symbolic_shapes
+from kimi_k3.compilation import INDUCTOR_OPTIONS, mark_dynamic_sizes, symbolic_shapes
 from kimi_k3.configuration_kimi_k3 import KimiK3Config, KimiK3TextConfig
 from kimi_k3.layers.attn_res import depth_table, empty_bank, mix, seal
 from kimi_k3.layers.kda import KimiDeltaAttention, ShortConv1d
@@ -331,7 +331,7 @@ class KimiK3ForCausalLM(nn.Module):
         sequence, with one or with more sequences. Every count of tokens, sequences and cache blocks uses the same graphs.
         """
         for layer in self.model.layers.values():
-            layer.compile(mode=mode, fullgraph=fullgraph)
+            layer.compile(mode=mode, fullgraph=fullgraph, options=INDUCTOR_OPTIONS if mode is None else None)
         self.model.has_compiled_layers = True
 
     def prompt_embeds(self, input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

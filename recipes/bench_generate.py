@@ -39,8 +39,8 @@ def seconds_since_start() -> float:
     return uptime - ticks_after_boot / 100
 
 
-def measure_ceilings() -> dict[str, float]:
-    """Bytes/s of a plain read and flops/s of torch's bf16 GEMM, both with all threads."""
+def measure_ceilings(folder: Path) -> dict[str, float]:
+    """Bytes/s of a plain read and flops/s of torch's bf16 GEMM, both with all threads; seconds to read the shards."""
 
     def best(run, repeats: int) -> float:
         times = []
@@ -55,9 +55,16 @@ def measure_ceilings() -> dict[str, float]:
     del words
     x, weights = torch.randn(512, 1536).bfloat16(), [torch.randn(2560, 1536).bfloat16() for _ in range(6)]
     gemm_seconds = best(lambda: [torch.nn.functional.linear(x, w) for w in weights], 20)
+    shards, held = sorted(folder.glob("*.safetensors")), []
+
+    def read_files() -> None:
+        held.clear()
+        held.extend(shard.read_bytes() for shard in shards)
+
     return {
         "read_bytes_per_s": (1 << 30) / read_seconds,
         "gemm_flops_per_s": 6 * 2 * 512 * 1536 * 2560 / gemm_seconds,
+        "read_files_s": best(read_files, 2),
     }
 
 
@@ -93,7 +100,7 @@ def decode(model: KimiK3ForCausalLM, cache, token: torch.Tensor, steps: int) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path)
+    parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--batch", type=int, default=1)
@@ -105,14 +112,14 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if args.ceilings:
-        print(json.dumps(measure_ceilings()))
+        print(json.dumps(measure_ceilings(args.model)))
         return
-    if args.model is None:
-        parser.error("--model is required")
     import_rss_bytes = memory_bytes("VmRSS")
 
     config = KimiK3Config.from_pretrained(args.model)
+    start = time.perf_counter()
     model = KimiK3ForCausalLM.from_pretrained(args.model, progress=False).eval()
+    load_s = time.perf_counter() - start
     if args.compile:
         model.compile_blocks()
     generator = torch.Generator().manual_seed(0)
@@ -136,7 +143,7 @@ def main() -> None:
     decode_s = time.perf_counter() - start
     peak_rss_bytes = memory_bytes("VmHWM")
 
-    child = [sys.executable, __file__, "--ceilings", "--threads", str(args.threads)]
+    child = [sys.executable, __file__, "--ceilings", "--threads", str(args.threads), "--model", str(args.model)]
     ceilings = json.loads(subprocess.run(child, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
     read_bytes, passed = weights_of_one_token(Plan(config))
     result = {
@@ -145,6 +152,7 @@ def main() -> None:
         "decode_tokens_per_s": args.batch * args.new_tokens / decode_s,
         "ceiling_decode_tokens_per_s": ceilings["read_bytes_per_s"] / read_bytes,
         "first_token_s": first_token_s,
+        "load_s": load_s,
         "peak_rss_bytes": peak_rss_bytes,
         "import_rss_bytes": import_rss_bytes,
         "checkpoint_bytes": sum(f.stat().st_size for f in args.model.glob("*.safetensors")),
@@ -161,6 +169,7 @@ def main() -> None:
         print(f"{name:8} {speed:10.2f} tokens/s, {100 * speed / ceiling:5.1f} % of the ceiling {ceiling:.1f}")
     above = peak_rss_bytes - import_rss_bytes
     print(f"memory   {above / 1e9:.2f} GB above imports, {above / result['checkpoint_bytes']:.2f} x the checkpoint")
+    print(f"load     {load_s:.2f} s, {load_s / result['read_files_s']:.2f} x reading its files into memory")
     print(f"start    {first_token_s:.1f} s to the first token of a {FIRST_TOKEN_PROMPT}-token prompt")
     if args.json:
         print(json.dumps(result))

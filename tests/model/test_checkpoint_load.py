@@ -375,12 +375,11 @@ def test_sha256_is_compared_where_it_is_known_and_its_absence_is_an_error(tmp_pa
         load(folder, verify="sha256")
 
 
-# Memory and time
+# Memory
 
 MEASURE = """
-    import resource, sys, time
+    import sys
     from pathlib import Path
-    import torch
     from kimi_k3 import KimiK3ForCausalLM
 
     def peak():
@@ -389,30 +388,17 @@ MEASURE = """
     shards = sorted(Path(sys.argv[1]).glob("*.safetensors"))
     size = sum(shard.stat().st_size for shard in shards)
 
-    def read_files():  # into fresh memory, as a load does
-        start = time.perf_counter()
-        held = [shard.read_bytes() for shard in shards]
-        return time.perf_counter() - start
-
-    def load():
-        start = time.perf_counter()
-        KimiK3ForCausalLM.from_pretrained(sys.argv[1], progress=False)
-        return time.perf_counter() - start
-
     imported = peak()
-    first = load()
-    loaded = peak()
-    print((loaded - imported) / size, min(first, load(), load()) / min(read_files() for _ in range(3)))
+    model = KimiK3ForCausalLM.from_pretrained(sys.argv[1], progress=False)
+    print((peak() - imported) / size)
 """
 
 
 @pytest.mark.slow
-def test_loading_mid_takes_its_own_size_of_memory_and_at_most_twice_the_time_of_reading(mid_folder):
+def test_loading_mid_takes_its_own_size_of_memory(mid_folder):
     command = [sys.executable, "-c", textwrap.dedent(MEASURE), str(mid_folder)]
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    memory, duration = map(float, output.split())
-    assert memory <= 1.10
-    assert duration <= 2.0
+    assert float(output) <= 1.10
 
 
 @pytest.mark.slow

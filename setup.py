@@ -29,7 +29,7 @@ class BuildKernels(build_ext):
     def run(self) -> None:
         try:
             load_native().build(self._target())
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             print(f"kimi_k3: the CPU kernels did not build; the first import tries again:\n{error}", file=sys.stderr)
 
     def get_outputs(self) -> list[str]:

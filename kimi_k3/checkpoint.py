@@ -104,12 +104,12 @@ def load_pretrained(
         FileNotFoundError: no such folder, repository or file.
         ValueError: an argument that is none of the above; NotImplementedError: `mesh`.
     """
-    _check_options(dtype, mesh, experts, trunk, verify, device, device_map)
+    _check_options(dtype, mesh, experts, trunk, verify, device, device_map, layers)
     hub = HubOptions(revision, cache_dir, token, local_files_only)
     config = KimiK3Config.from_pretrained(path_or_repo, **hub._asdict())
     text = config.text_config
     layers = range(text.num_hidden_layers) if layers is None else layers
-    target = torch.get_default_device() if device is None else torch.device(device)
+    target = torch.get_default_device() if device is None else _usable_device(device)
 
     if device_map is None:  # a first look, from the config alone: no index, no download
         packed = config.quantization_config is not None and experts == "mxfp4"
@@ -161,7 +161,7 @@ def load_pretrained(
 
 def _check_options(
     dtype: str | torch.dtype, mesh: Any, experts: str, trunk: str | None, verify: str | None,
-    device: str | torch.device | None, device_map: str | dict[str, Any] | None,
+    device: str | torch.device | None, device_map: str | dict[str, Any] | None, layers: range | None,
 ) -> None:  # fmt: skip
     if mesh is not None:
         raise NotImplementedError("from_pretrained: mesh: loading onto a device mesh is not built yet")
@@ -174,12 +174,26 @@ def _check_options(
     ):
         if given not in allowed:
             raise ValueError(f"from_pretrained: {name}: want one of {allowed}, got {given!r}")
+    if layers is not None and not isinstance(layers, range):
+        raise ValueError(f"from_pretrained: layers: want a range such as range(0, 4), got {layers!r}")
     if device is not None and device_map is not None:
         raise ValueError(
             f"from_pretrained: want device or device_map, got device={device!r} and device_map={device_map!r}"
         )
     if trunk is not None and device_map is not None:
         raise ValueError("from_pretrained: want trunk or device_map: offloaded weights stay as they are stored")
+
+
+def _usable_device(device: str | torch.device) -> torch.device:
+    try:
+        wanted = torch.device(device)
+        if wanted.type == "meta":
+            raise RuntimeError("meta holds no values")
+        torch.empty(0, device=wanted)
+    except (RuntimeError, AssertionError) as error:  # AssertionError: a torch built without that kind of device
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"from_pretrained: device: want one that this torch has, got {device!r}: {reason}") from error
+    return wanted
 
 
 def _loaded_dtype(module_name: str, stored: torch.dtype, dtype: str | torch.dtype) -> torch.dtype:

@@ -397,7 +397,14 @@ class KimiK3Config:
         """Read config.json of a folder or a Hub repository (`revision`, `cache_dir`, `token`, `local_files_only`)."""
         from kimi_k3.checkpoint import resolve_file
 
-        return cls.from_dict(json.loads(resolve_file(path_or_repo, "config.json", **hub_options).read_text()))
+        file = resolve_file(path_or_repo, "config.json", **hub_options)
+        try:
+            values = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{file}: not JSON: {error}") from error
+        if not isinstance(values, dict):
+            raise ValueError(f"{file}: want a JSON object, got {type(values).__name__}")
+        return cls.from_dict(values)
 
     def save_pretrained(self, folder: str | Path) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)

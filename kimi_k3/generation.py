@@ -140,8 +140,8 @@ def generate(
         seeds = [fresh_seed() for _ in range(batch)]
     else:
         seeds = [seed] * batch if isinstance(seed, int) else list(seed)
-    if len(seeds) != batch:
-        raise ValueError(f"generate: want one seed for each of the {batch} rows, got {len(seeds)}")
+    if len(seeds) != batch or not all(isinstance(one, int) for one in seeds):
+        raise ValueError(f"generate: want an integer seed, or one for each of the {batch} rows, got {seed!r}")
     ends, pad = end_ids(model, eos_token_id), model.config.pad_token_id or 0
     texts = [StopText(params.stop) for _ in range(batch)]
     decoders = [tokenizer.stream_decoder() for _ in range(batch)] if stop and tokenizer is not None else []

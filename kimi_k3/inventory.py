@@ -133,9 +133,10 @@ def check_values(stored: StoredTensor, module_name: str, values: Tensor, a_log_h
         if values.max() == 255:
             raise CheckpointError(f"{stored.file}: tensor {stored.name!r}: E8M0 scale 255 (not a number)")
     elif module_name.endswith(".A_log") and values[a_log_heads:].any():
+        place = a_log_heads + int(values[a_log_heads:].nonzero()[0])
         raise CheckpointError(
             f"{stored.file}: tensor {stored.name!r}: want zeros after the {a_log_heads} heads, got "
-            f"{values[a_log_heads:].tolist()}"
+            f"{values[place].item()} at {place}"
         )
 
 

@@ -259,6 +259,9 @@ class KimiK3ForCausalLM(nn.Module):
             raise ValueError(
                 f"forward: want input_ids [B, T] or inputs_embeds [B, T, D], not empty, got {list(given.shape)}"
             )
+        width = self.config.text_config.hidden_size
+        if inputs_embeds is not None and inputs_embeds.shape[2] != width:
+            raise ValueError(f"forward: want inputs_embeds [B, T, {width}], got {list(inputs_embeds.shape)}")
         if logits_to_keep < 0:
             raise ValueError(f"forward: want logits_to_keep >= 0 (0: all), got {logits_to_keep}")
         layout = self._layout(given, attention_mask, cu_seqlens, past_key_values)

@@ -100,7 +100,7 @@ def load() -> Path | None:
         print("kimi_k3: building the CPU kernels (once) ...", file=sys.stderr, flush=True)
         try:
             build(library)
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:  # OSError: a cache folder that cannot be written
             logger.warning("kimi_k3: the CPU kernels did not build, so plain PyTorch serves every op:\n%s", error)
             return None
     torch.ops.load_library(str(library))

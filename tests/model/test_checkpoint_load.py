@@ -322,11 +322,19 @@ def test_an_index_cannot_point_outside_its_folder(tmp_path):
         ({"dtype": torch.float16}, "dtype"), ({"dtype": "bf16"}, "dtype"), ({"experts": "int4"}, "experts"),
         ({"trunk": "int4"}, "trunk"), ({"verify": "md5"}, "verify"), ({"layers": range(0, 10)}, "layers"),
         ({"layers": range(0, 4, 2)}, "layers"), ({"device": "cpu", "device_map": "auto"}, "device"),
+        ({"layers": [0, 1]}, "layers"), ({"device": "gpu"}, "device"), ({"device": "meta"}, "device"),
     ],
 )  # fmt: skip
 def test_wrong_arguments_are_named(options, named):
     with pytest.raises(ValueError, match=named):
         load(GOLDEN / "golden", **options)
+
+
+@pytest.mark.parametrize("text", ["{", "[]"])
+def test_a_config_that_is_no_object_is_named_with_its_file(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"config\.json: .*JSON"):
+        load(tmp_path)
 
 
 def test_a_mesh_is_not_built_yet():

@@ -68,8 +68,9 @@ def test_a_list_has_a_seed_for_each_row(model):
     got = new_tokens(model, prompt.expand(3, -1), seed=seeds, **SAMPLED)
     alone = {seed: new_tokens(model, prompt, seed=seed, **SAMPLED)[0] for seed in (3, 9)}
     assert got == [alone[3], alone[9], alone[3]] and alone[3] != alone[9]
-    with pytest.raises(ValueError, match="2 rows, got 1"):
-        model.generate(prompt.expand(2, -1), max_new_tokens=1, seed=[4])
+    for wrong in ([4], "ab"):
+        with pytest.raises(ValueError, match="2 rows, got"):
+            model.generate(prompt.expand(2, -1), max_new_tokens=1, seed=wrong)
 
 
 def test_unseeded_draws_are_fresh_and_follow_the_global_seed(model):

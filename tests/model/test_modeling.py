@@ -471,6 +471,7 @@ def bad_arguments():
         "one dimension": ({"input_ids": ids[0]}, r"input_ids.*\[4\]"),
         "no tokens": ({"input_ids": ids[:, :0]}, r"input_ids.*\[2, 0\]"),
         "embeds without width": ({"inputs_embeds": torch.zeros(2, 4)}, "inputs_embeds"),
+        "embeds of another width": ({"inputs_embeds": torch.zeros(2, 4, 31)}, "inputs_embeds"),
         "mask shape": ({"input_ids": ids, "attention_mask": ones[:, :3]}, r"attention_mask.*\[2, 3\]"),
         "mask values": ({"input_ids": ids, "attention_mask": ones * 2}, "attention_mask"),
         "mask hole": ({"input_ids": ids, "attention_mask": hole}, "attention_mask.*hole"),

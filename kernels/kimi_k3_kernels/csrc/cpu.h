@@ -10,7 +10,9 @@
 #include <array>
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
 #include <optional>
+#include <string>
 #include <vector>
 
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
@@ -86,6 +88,18 @@ struct Integers {
   Tensor tensor;
   bool wide;
 };
+
+// Kernels read raw memory, so sizes that disagree are refused, also where an op is called directly. -1: any size.
+inline void check_sizes(const char* op, const char* name, const Tensor& t, std::initializer_list<int64_t> sizes) {
+  bool fits = t.dim() == static_cast<int64_t>(sizes.size());
+  int64_t dim = 0;
+  for (int64_t size : sizes) fits = fits && (size < 0 || t.size(dim) == size), ++dim;
+  if (fits) return;
+  std::string wanted, given;
+  for (int64_t size : sizes) wanted += (wanted.empty() ? "" : ", ") + (size < 0 ? std::string("*") : std::to_string(size));
+  for (int64_t i = 0; i < t.dim(); ++i) given += (i ? ", " : "") + std::to_string(t.size(i));
+  STD_TORCH_CHECK(false, op, ": want ", name, " [", wanted, "], got [", given, "]");
+}
 
 // Run f(begin, end) over [0, count) on torch's threads, in contiguous shares.
 template <class F>

@@ -36,7 +36,12 @@ void mix(const Tensor& running_sum, const Tensor& bank, int64_t blocks, const fl
 Tensor attn_res_mix(Tensor running_sum, Tensor bank, Tensor num_blocks, Tensor weight, double eps) {
   const bool is_bf16 = running_sum.scalar_type() == ScalarType::BFloat16;
   const bool bf16_weight = weight.scalar_type() == ScalarType::BFloat16;
-  if (!(is_bf16 || running_sum.scalar_type() == ScalarType::Float) || !(bf16_weight || weight.scalar_type() == ScalarType::Float))
+  check_sizes("attn_res_mix", "running_sum", running_sum, {-1, -1});
+  check_sizes("attn_res_mix", "bank", bank, {-1, running_sum.size(0), running_sum.size(1)});
+  check_sizes("attn_res_mix", "weight", weight, {running_sum.size(1)});
+  STD_TORCH_CHECK(num_blocks.numel() == 1, "attn_res_mix: want one num_blocks, got ", num_blocks.numel());
+  if (!(is_bf16 || running_sum.scalar_type() == ScalarType::Float) || bank.scalar_type() != running_sum.scalar_type() ||
+      !(bf16_weight || weight.scalar_type() == ScalarType::Float))
     return reference_tensor("attn_res_mix", running_sum, bank, num_blocks, weight, eps);
   const int64_t blocks = Integers(num_blocks)[0];
   STD_TORCH_CHECK(blocks >= 0 && blocks <= bank.size(0), "attn_res_mix: want num_blocks in 0..", bank.size(0), ", got ", blocks);

@@ -61,9 +61,22 @@ namespace kimi_k3 {
 
 namespace {
 
-bool has_kernel(const Tensor& q, const Tensor& state_pool) {
-  return (q.scalar_type() == ScalarType::Float || q.scalar_type() == ScalarType::BFloat16) &&
-         state_pool.scalar_type() == ScalarType::Float && (state_pool.size(3) == 1 || state_pool.stride(3) == 1);
+bool has_kernel(const char* op, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& log_decay,
+                const Tensor& beta, const Tensor& state_pool, const Tensor& read_slots, const Tensor& write_slots) {
+  check_sizes(op, "q", q, {-1, -1, -1});
+  const int64_t tokens = q.size(0), heads = q.size(1), key_dim = q.size(2);
+  check_sizes(op, "k", k, {tokens, heads, key_dim});
+  check_sizes(op, "v", v, {tokens, heads, -1});
+  check_sizes(op, "log_decay", log_decay, {tokens, heads, key_dim});
+  check_sizes(op, "beta", beta, {tokens, heads});
+  check_sizes(op, "state_pool", state_pool, {-1, heads, key_dim, v.size(2)});
+  check_sizes(op, "read_slots", read_slots, {-1});
+  check_sizes(op, "write_slots", write_slots, {read_slots.size(0)});
+  const ScalarType type = q.scalar_type();
+  return (type == ScalarType::Float || type == ScalarType::BFloat16) && k.scalar_type() == type &&
+         v.scalar_type() == type && log_decay.scalar_type() == ScalarType::Float &&
+         beta.scalar_type() == ScalarType::Float && state_pool.scalar_type() == ScalarType::Float &&
+         (state_pool.size(3) == 1 || state_pool.stride(3) == 1);
 }
 
 template <class F>
@@ -76,8 +89,9 @@ void with_type(const Tensor& t, const F& f) {
 
 Tensor kda_step(Tensor q, Tensor k, Tensor v, Tensor log_decay, Tensor beta, Tensor state_pool, Tensor read_slots,
                 Tensor write_slots) {
-  if (!has_kernel(q, state_pool))
+  if (!has_kernel("kda_step_", q, k, v, log_decay, beta, state_pool, read_slots, write_slots))
     return reference_tensor("kda_step_", q, k, v, log_decay, beta, state_pool, read_slots, write_slots);
+  check_sizes("kda_step_", "read_slots", read_slots, {q.size(0)});
   Tensor out = new_tensor(v, {v.size(0), v.size(1), v.size(2)});
   const int64_t heads = q.size(1), key_dim = q.size(2), value_dim = v.size(2);
   StepPlan plan(state_pool, Slots("kda_step_", state_pool, read_slots, write_slots), key_dim, value_dim);
@@ -106,8 +120,9 @@ Tensor run_chunks(const Tensor& q, const Tensor& k, const Tensor& v, const Tenso
 
 Tensor kda_chunk(Tensor q, Tensor k, Tensor v, Tensor log_decay, Tensor beta, Tensor state_pool, Tensor read_slots,
                  Tensor write_slots, Tensor cu_seqlens) {
-  if (!has_kernel(q, state_pool))
+  if (!has_kernel("kda_chunk", q, k, v, log_decay, beta, state_pool, read_slots, write_slots))
     return reference_tensor("kda_chunk", q, k, v, log_decay, beta, state_pool, read_slots, write_slots, cu_seqlens);
+  check_sizes("kda_chunk", "cu_seqlens", cu_seqlens, {read_slots.size(0) + 1});
   ChunkPlan plan(state_pool, Slots("kda_chunk", state_pool, read_slots, write_slots), q.size(2), v.size(2));
   plan.bounds = sequence_bounds("kda_chunk", cu_seqlens, q.size(0));
   plan.num_sequences = read_slots.size(0);
@@ -117,11 +132,14 @@ Tensor kda_chunk(Tensor q, Tensor k, Tensor v, Tensor log_decay, Tensor beta, Te
 
 Tensor kda_chunk_export(Tensor q, Tensor k, Tensor v, Tensor log_decay, Tensor beta, Tensor state_pool, Tensor read_slots,
                         Tensor write_slots, Tensor cu_seqlens, Tensor export_at, Tensor export_slots) {
+  check_sizes("kda_chunk_export", "export_at", export_at, {-1});
+  check_sizes("kda_chunk_export", "export_slots", export_slots, {export_at.size(0)});
+  check_sizes("kda_chunk_export", "cu_seqlens", cu_seqlens, {read_slots.size(0) + 1});
   Integers at(export_at), to(export_slots);
   const int64_t num_exports = export_at.size(0);
   for (int64_t x = 0; x < num_exports; ++x)
     STD_TORCH_CHECK(at[x] >= 1 && at[x] <= q.size(0), "kda_chunk_export: want export_at in 1..", q.size(0), ", got ", at[x]);
-  if (!has_kernel(q, state_pool))
+  if (!has_kernel("kda_chunk_export", q, k, v, log_decay, beta, state_pool, read_slots, write_slots))
     return reference_tensor("kda_chunk_export", q, k, v, log_decay, beta, state_pool, read_slots, write_slots, cu_seqlens,
                             export_at, export_slots);
   Slots slots("kda_chunk_export", state_pool, read_slots, write_slots);

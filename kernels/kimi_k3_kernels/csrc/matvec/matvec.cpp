@@ -168,7 +168,9 @@ Tensor matvec(Tensor x, std::vector<Tensor> weights) {
   if (!(is_bf16 || is_float) || weights.empty() || x.size(0) >= kManyRows) return reference_tensor("matvec", x, weights);
   std::vector<int64_t> ends;
   int64_t total = 0;
+  check_sizes("matvec", "x", x, {-1, -1});
   for (Tensor& weight : weights) {
+    check_sizes("matvec", "weight", weight, {-1, x.size(1)});
     STD_TORCH_CHECK(weight.scalar_type() == weight_type, "matvec: want weights of one dtype");
     weight = make_contiguous(weight);
     ends.push_back(total += weight.size(0));

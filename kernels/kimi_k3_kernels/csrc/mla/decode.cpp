@@ -96,6 +96,11 @@ void run(const Tensor& q, const LatentPool<typename P::Source>& pool, const std:
 
 Tensor mla_decode(Tensor q, Tensor latent_pool, Tensor block_tables, Tensor kv_lens, double scale, int64_t value_dim) {
   const bool is_bf16 = q.scalar_type() == ScalarType::BFloat16;
+  check_sizes("mla_decode", "q", q, {-1, -1, -1});
+  check_sizes("mla_decode", "latent_pool", latent_pool, {-1, -1, q.size(2)});
+  check_sizes("mla_decode", "block_tables", block_tables, {q.size(0), -1});
+  check_sizes("mla_decode", "kv_lens", kv_lens, {q.size(0)});
+  STD_TORCH_CHECK(value_dim > 0 && value_dim <= q.size(2), "mla_decode: want value_dim in 1..", q.size(2), ", got ", value_dim);
   if (!(is_bf16 || q.scalar_type() == ScalarType::Float) || latent_pool.scalar_type() != q.scalar_type())
     return reference_tensor("mla_decode", q, latent_pool, block_tables, kv_lens, scale, value_dim);
   q = make_contiguous(q);

@@ -33,6 +33,8 @@ struct Work {
 
 Work plan(const Integers& past_lens, const Integers& cu_seqlens, int64_t count, int64_t num_tokens) {
   Work work;
+  STD_TORCH_CHECK(cu_seqlens[0] == 0 && cu_seqlens[count] == num_tokens, "mla_prefill: want cu_seqlens from 0 to ",
+                  num_tokens, ", got ", cu_seqlens[0], " to ", cu_seqlens[count]);
   for (int64_t n = 0; n < count; ++n) {
     const int64_t begin = cu_seqlens[n], end = cu_seqlens[n + 1];
     STD_TORCH_CHECK(0 <= begin && begin <= end && end <= num_tokens, "mla_prefill: cu_seqlens must rise within 0..",
@@ -177,6 +179,13 @@ void run(const Tensor& q, const Tensor& latent, const Tensor& kv_b_weight, const
 Tensor mla_prefill(Tensor q, Tensor latent, Tensor kv_b_weight, Tensor latent_pool, Tensor block_tables, Tensor past_lens,
                    Tensor cu_seqlens, double scale) {
   const bool is_bf16 = q.scalar_type() == ScalarType::BFloat16;
+  check_sizes("mla_prefill", "q", q, {-1, -1, -1});
+  check_sizes("mla_prefill", "latent", latent, {q.size(0), -1});
+  check_sizes("mla_prefill", "kv_b_weight", kv_b_weight, {-1, -1});
+  check_sizes("mla_prefill", "latent_pool", latent_pool, {-1, -1, latent.size(1)});
+  check_sizes("mla_prefill", "past_lens", past_lens, {-1});
+  check_sizes("mla_prefill", "block_tables", block_tables, {past_lens.size(0), -1});
+  check_sizes("mla_prefill", "cu_seqlens", cu_seqlens, {past_lens.size(0) + 1});
   if (!(is_bf16 || q.scalar_type() == ScalarType::Float) || latent.scalar_type() != q.scalar_type() ||
       kv_b_weight.scalar_type() != q.scalar_type() || latent_pool.scalar_type() != q.scalar_type())
     return reference_tensor("mla_prefill", q, latent, kv_b_weight, latent_pool, block_tables, past_lens, cu_seqlens, scale);
@@ -188,6 +197,9 @@ Tensor mla_prefill(Tensor q, Tensor latent, Tensor kv_b_weight, Tensor latent_po
   dims.rank = kv_b_weight.size(1);
   dims.rope = latent.size(1) - dims.rank;
   dims.nope = q.size(2) - dims.rope;
+  STD_TORCH_CHECK(dims.heads > 0 && dims.rope > 0 && dims.nope > 0 && kv_b_weight.size(0) % dims.heads == 0 &&
+                      kv_b_weight.size(0) / dims.heads > dims.nope,
+                  "mla_prefill: want q [T, H, nope + rope], latent [T, R + rope], kv_b_weight [H (nope + V), R]");
   dims.value = kv_b_weight.size(0) / dims.heads - dims.nope;
   Tensor out = new_tensor(q, {q.size(0), dims.heads, dims.value});
   const Work work = plan(Integers(past_lens), Integers(cu_seqlens), past_lens.size(0), q.size(0));

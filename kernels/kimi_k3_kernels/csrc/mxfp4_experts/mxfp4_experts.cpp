@@ -140,6 +140,13 @@ void run(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights, co
                     w3, w2, table, slot_table.size(0), situ_betas, mutable_data<Activation>(out));
 }
 
+void check_stack(const char* name, const Tensor& packed, const Tensor& scale, int64_t num_slots, int64_t out, int64_t in) {
+  check_sizes("mxfp4_experts", name, packed, {num_slots, out, in / 2});
+  check_sizes("mxfp4_experts: scales", name, scale, {num_slots, out, in / 32});
+  STD_TORCH_CHECK(packed.scalar_type() == ScalarType::Byte && scale.scalar_type() == ScalarType::Byte,
+                  "mxfp4_experts: want ", name, " and its scales in uint8");
+}
+
 Tensor mxfp4_experts(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w1_packed, Tensor w1_scale, Tensor w3_packed,
                      Tensor w3_scale, Tensor w2_packed, Tensor w2_scale, Tensor slot_table, double beta,
                      std::optional<double> linear_beta) {
@@ -147,6 +154,16 @@ Tensor mxfp4_experts(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w1_p
   if (!(is_bf16 || x.scalar_type() == ScalarType::Float) || topk_weights.scalar_type() != ScalarType::Float)
     return reference_tensor("mxfp4_experts", x, topk_ids, topk_weights, w1_packed, w1_scale, w3_packed, w3_scale,
                             w2_packed, w2_scale, slot_table, beta, linear_beta);
+  const int64_t tokens = x.size(0), latent = x.size(1), num_slots = w1_packed.size(0), width = w1_packed.size(1);
+  STD_TORCH_CHECK(latent % 32 == 0 && width % 32 == 0, "mxfp4_experts: want widths of whole groups of 32, got ", latent,
+                  " and ", width);
+  check_sizes("mxfp4_experts", "x", x, {-1, -1});
+  check_sizes("mxfp4_experts", "topk_ids", topk_ids, {tokens, -1});
+  check_sizes("mxfp4_experts", "topk_weights", topk_weights, {tokens, topk_ids.size(1)});
+  check_sizes("mxfp4_experts", "slot_table", slot_table, {-1});
+  check_stack("w1", w1_packed, w1_scale, num_slots, width, latent);
+  check_stack("w3", w3_packed, w3_scale, num_slots, width, latent);
+  check_stack("w2", w2_packed, w2_scale, num_slots, latent, width);
   x = make_contiguous(x);
   topk_weights = make_contiguous(topk_weights);
   Tensor out = new_tensor(x, {x.size(0), x.size(1)});

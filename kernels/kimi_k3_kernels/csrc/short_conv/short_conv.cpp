@@ -15,7 +15,13 @@ bool is_float_or_bfloat16(const Tensor& t) {
   return t.scalar_type() == ScalarType::Float || t.scalar_type() == ScalarType::BFloat16;
 }
 
-bool has_kernel(const Tensor& x, const Tensor& weight, const Tensor& conv_pool) {
+bool has_kernel(const char* op, const Tensor& x, const Tensor& weight, const Tensor& conv_pool, const Tensor& read_slots,
+                const Tensor& write_slots) {
+  check_sizes(op, "x", x, {-1, -1});
+  check_sizes(op, "weight", weight, {x.size(1), -1});
+  check_sizes(op, "conv_pool", conv_pool, {-1, weight.size(1) - 1, x.size(1)});
+  check_sizes(op, "read_slots", read_slots, {-1});
+  check_sizes(op, "write_slots", write_slots, {read_slots.size(0)});
   return is_float_or_bfloat16(x) && is_float_or_bfloat16(weight) && conv_pool.scalar_type() == x.scalar_type() &&
          (conv_pool.size(2) == 1 || conv_pool.stride(2) == 1);
 }
@@ -78,7 +84,9 @@ void step(const Tensor& x, const Tensor& weight, const Tensor& conv_pool, const 
 }
 
 Tensor short_conv_step(Tensor x, Tensor weight, Tensor conv_pool, Tensor read_slots, Tensor write_slots) {
-  if (!has_kernel(x, weight, conv_pool)) return reference_tensor("short_conv_step_", x, weight, conv_pool, read_slots, write_slots);
+  if (!has_kernel("short_conv_step_", x, weight, conv_pool, read_slots, write_slots))
+    return reference_tensor("short_conv_step_", x, weight, conv_pool, read_slots, write_slots);
+  check_sizes("short_conv_step_", "read_slots", read_slots, {x.size(0)});
   x = with_plain_rows(x);
   weight = make_contiguous(weight);
   Tensor out = new_tensor(x, {x.size(0), x.size(1)});
@@ -134,8 +142,9 @@ void run(const Tensor& x, const Tensor& weight, const Tensor& conv_pool, const S
 }
 
 Tensor short_conv(Tensor x, Tensor weight, Tensor conv_pool, Tensor read_slots, Tensor write_slots, Tensor cu_seqlens) {
-  if (!has_kernel(x, weight, conv_pool))
+  if (!has_kernel("short_conv", x, weight, conv_pool, read_slots, write_slots))
     return reference_tensor("short_conv", x, weight, conv_pool, read_slots, write_slots, cu_seqlens);
+  check_sizes("short_conv", "cu_seqlens", cu_seqlens, {read_slots.size(0) + 1});
   x = with_plain_rows(x);
   weight = make_contiguous(weight);
   Tensor out = new_tensor(x, {x.size(0), x.size(1)});

@@ -1,11 +1,17 @@
 """compile_blocks: one set of graphs for all lengths, batches and depths, and the results of eager."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
 from reference_model import random_ids, random_model, small_config
 from torch._dynamo.utils import counters
+
+import kimi_k3
+from kimi_k3 import KimiK3ForCausalLM
+
+DEMO = Path(kimi_k3.__file__).parent / "demo"
 
 # Three kinds of layer; each for many tokens and for one token of each sequence, of one sequence and of more.
 MOST_GRAPHS = 12
@@ -128,3 +134,29 @@ def test_compiled_training_gives_the_gradients_of_eager():
             if p.grad is not None:
                 torch.testing.assert_close(other.grad, p.grad, atol=1e-9, rtol=1e-8, msg=lambda m, n=name: f"{n}: {m}")
     assert graph_count() <= MOST_GRAPHS
+
+
+@pytest.mark.slow
+def test_the_demo_model_compiled_equals_eager_over_two_hundred_steps():
+    torch._dynamo.reset()
+    counters.clear()
+    eager, compiled = (KimiK3ForCausalLM.from_pretrained(DEMO, dtype=torch.float32, progress=False) for _ in range(2))
+    compiled.compile_blocks(fullgraph=True)
+    generator = torch.Generator().manual_seed(0)
+    settled = 0
+    with torch.no_grad(), torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        for step in range(200):
+            batch, length = (int(torch.randint(1, most, (), generator=generator)) for most in (4, 90))
+            ids = torch.randint(1000, (batch, length if step % 10 else 1), generator=generator)
+            wanted, got = (model(ids, use_cache=True) for model in (eager, compiled))
+            # float32 logits of order 10 through the compiled CPU kernels: fused sums in another order.
+            torch.testing.assert_close(got.logits, wanted.logits, atol=2e-4, rtol=1e-4)
+            following = ids[:, :1]
+            steps = [
+                model(following, past_key_values=out.past_key_values).logits
+                for model, out in ((eager, wanted), (compiled, got))
+            ]
+            torch.testing.assert_close(steps[1], steps[0], atol=2e-4, rtol=1e-4)
+            if step == 30:
+                settled = graph_count()
+    assert graph_count() == settled <= MOST_GRAPHS

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -12,16 +10,6 @@ from kimi_k3_kernels import matvec, mxfp4_experts, mxfp4_quantize
 
 pytestmark = pytest.mark.skipif(kimi_k3_kernels.native_library is None, reason="the CPU kernels are not built")
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-7}  # of the largest output; bfloat16 rounds hidden and output
-
-
-@pytest.fixture(params=["avx512", "avx2", "generic"])
-def instructions(request: pytest.FixtureRequest) -> Iterator[str]:
-    try:
-        before = torch.ops.kimi_k3.set_cpu_instructions(request.param)
-    except RuntimeError as error:
-        pytest.skip(str(error).splitlines()[0])
-    yield request.param
-    torch.ops.kimi_k3.set_cpu_instructions(before)
 
 
 def make_experts(tokens: int, latent: int, width: int, experts: int = 6, topk: int = 4):

@@ -22,16 +22,6 @@ pytestmark = pytest.mark.skipif(kimi_k3_kernels.native_library is None, reason="
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-@pytest.fixture(params=["avx512", "avx2", "generic"])
-def instructions(request: pytest.FixtureRequest) -> Iterator[str]:
-    try:
-        before = torch.ops.kimi_k3.set_cpu_instructions(request.param)
-    except RuntimeError as error:
-        pytest.skip(str(error).splitlines()[0])
-    yield request.param
-    torch.ops.kimi_k3.set_cpu_instructions(before)
-
-
 @pytest.fixture
 def poisoned_outputs() -> Iterator[None]:
     """New tensors are full of NaN: an element that no kernel wrote is seen."""

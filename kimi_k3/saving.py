@@ -26,7 +26,7 @@ from kimi_k3.shards import (
     byte_view,
     write_shards,
 )
-from kimi_k3.tensor_layout import file_name_of, is_expert_stack, module_name_of, released_dtype
+from kimi_k3.tensor_layout import VISION_PREFIXES, file_name_of, is_expert_stack, module_name_of, released_dtype
 from kimi_k3_kernels import mxfp4_dequantize, mxfp4_quantize
 
 logger = logging.getLogger("kimi_k3")
@@ -223,10 +223,16 @@ def _repacked(
 
 
 def write_companions(config: KimiK3Config, folder: Path, source: Path | None, names: list[str]) -> None:
-    """Write config.json (saying of the experts what the shards hold), generation_config.json and the tokenizer's files."""
+    """Write config.json, generation_config.json and the tokenizer's files.
+
+    config.json says of the experts and of vision what the shards hold: a text model with fresh weights has no vision part,
+    whatever the configuration that it was built from.
+    """
     has_packed = any(name.endswith(".weight_packed") for name in names)
     has_plain = any(module_name_of(name)[1] is not None and name.endswith(".weight") for name in names)
     config = copy.deepcopy(config)
+    if config.vision_config is not None and not any(name.startswith(VISION_PREFIXES) for name in names):
+        config.vision_config = None
     if has_packed and config.quantization_config is None:
         config.text_config = dataclasses.replace(
             config.text_config, quantization_config=copy.deepcopy(QUANTIZATION_CONFIG)

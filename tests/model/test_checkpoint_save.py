@@ -13,6 +13,7 @@ from checkpoint_editing import GOLDEN, INDEX, assert_same_bytes, copy_of, edit, 
 from kimi_k3 import KimiK3Config, KimiK3ForCausalLM, KimiK3ForConditionalGeneration
 from kimi_k3.checkpoint import CheckpointError
 from kimi_k3.shards import parse_size
+from kimi_k3.verification import verify_folder
 from kimi_k3_kernels import mxfp4_dequantize
 
 W1 = "language_model.model.layers.1.block_sparse_moe.experts.3.w1"
@@ -245,3 +246,12 @@ def test_saving_mid_needs_no_second_copy_and_gives_every_tensor_back(mid_folder,
     assert_same_bytes(saved, stored)
     total = json.loads((tmp_path / INDEX).read_text())["metadata"]["total_size"]
     assert total == json.loads((mid_folder / INDEX).read_text())["metadata"]["total_size"]
+
+
+def test_a_fresh_text_model_is_saved_as_a_text_checkpoint(tmp_path):
+    config = KimiK3Config.tiny()
+    assert config.vision_config is not None
+    KimiK3ForCausalLM(config).save_pretrained(tmp_path)
+    assert KimiK3Config.from_pretrained(tmp_path).vision_config is None
+    assert config.vision_config is not None
+    assert verify_folder(tmp_path).problems == []

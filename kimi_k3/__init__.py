@@ -1,14 +1,11 @@
 """Kimi K3 for PyTorch."""
 
-import logging
 from importlib.metadata import PackageNotFoundError, version
 
 from kimi_k3.configuration_kimi_k3 import KimiK3Config
 from kimi_k3.modeling_kimi_k3 import KimiK3ForCausalLM, KimiK3ForConditionalGeneration
 from kimi_k3.sampling import SamplingParams
 from kimi_k3.tokenization_kimi_k3 import KimiK3Tokenizer
-
-logging.getLogger("kimi_k3").addHandler(logging.NullHandler())
 
 try:
     __version__ = version("kimi-k3")

@@ -101,3 +101,9 @@ def test_the_checks_see_what_they_forbid():
     assert imports_of(tree) >= {"torchao", "accelerate", "kimi_k3.engine"}
     assert layer_of("kimi_k3.engine.runner") > layer_of("kimi_k3.cache") > layer_of("kimi_k3_kernels.kda")
     assert layer_of("kimi_k3_kernels_other") is None and layer_of("torch") is None
+
+
+def test_a_warning_of_the_library_reaches_a_program_that_set_up_no_logging():
+    program = "import logging, kimi_k3; logging.getLogger('kimi_k3').warning('this is lossy')"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "this is lossy" in done.stderr

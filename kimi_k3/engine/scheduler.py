@@ -1,0 +1,347 @@
+"""Who runs in the next step, with how many tokens. A pure function of plain numbers: every rank computes the same schedule.
+
+Memory is counted in latent blocks; a KDA slot costs `slot_blocks` of the same budget. A step gives each decoding request
+one token and fills the rest with prefill pieces. Both policies keep these promises:
+
+    blocks     a schedule asks for no more than `room_blocks` and what its own preemptions free
+    progress   requests have a fixed order; memory is taken from the last in it alone, so its first running request
+               advances in every step, and no two requests can preempt each other for ever
+    order      neither the order of the candidates nor anything but their numbers matters
+
+`fcfs` is what known engines do: decodes, then prefill in order of arrival, the last arrived preempted. `dependency_aware`
+knows who waits for whom, and what a choice costs later. Its wait is bounded: see `Policy`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+
+class Candidate(NamedTuple):
+    """What the scheduler sees of one request that is not finished."""
+
+    rid: int
+    arrival: int  # order of arrival, unique
+    priority: int  # greater: more urgent (default 0)
+    is_running: bool  # holds a live KDA slot
+    done: int  # tokens that have run (reused ones included); 0 when not running
+    total: int  # tokens known: prompt + generated. total - done == 1 and done >= prompt: it decodes; else a prefill
+    is_decoding: bool
+    blocks_held: int  # latent blocks in its table; not running: those of its hit that cost no room (others hold them)
+    blocks_freed: int  # of those, freed if it were preempted (not shared)
+    reuse: int  # not running: tokens it would not compute when admitted now (prefix hit on the device)
+    waits_for: int | None  # rid of the request that computes, or would compute first, a prefix that this one shares
+    fetch: str  # "none", "absent" (its best prefix lies in a lower tier), "pending" (asked for), "ready"
+    fetch_bytes: int
+    remaining_new: int  # upper bound of tokens it may still generate
+    replay_if_dropped: int  # tokens to recompute if it is preempted without parking (since its last snapshot)
+    idle_steps: int  # steps since it last ran (or arrived)
+    experts: tuple[float, ...] = ()  # decayed load this request adds per expert rank (may be empty)
+    ran_steps: int = 0  # running: steps since it got its slot; 0 throughout: nobody is made to give way to an old one
+
+
+class Resources(NamedTuple):
+    """What there is to give away in one step."""
+
+    room_blocks: int  # latent blocks obtainable now: free plus evictable cache
+    slot_blocks: int  # what one KDA slot costs in blocks
+    total_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_tokens_per_step: int
+    can_park: bool  # a tier exists that takes states
+    bytes_per_block: int
+    expert_budget: float = 0.0  # 0: off; else the load of the busiest expert rank above which admission is throttled
+    park_tokens: int = 256  # parking and fetching one state costs as much as computing this many tokens
+
+
+class Schedule(NamedTuple):
+    """One step. `run` holds decode rows first; pieces end at the sequence's end or at multiples of the block size."""
+
+    run: list[tuple[int, int]]  # (rid, its next tokens); 0 tokens only for a request that is reused whole
+    admit: list[int]  # rids of `run` that are not running yet, in order
+    preempt: list[tuple[int, str]]  # (rid, "park": its state is kept as a snapshot | "drop": back to its last snapshot)
+    prefetch: list[int]  # rids whose tier data should be asked for now
+    reasons: dict[int, str]  # why a candidate does not run
+    expert_load: float = 0.0  # predicted load of the busiest expert rank; above `expert_budget` it is overloaded
+
+
+class Policy(NamedTuple):
+    """Knobs of `schedule_dependency_aware`. Bound of a wait: after `patience` idle steps a request is old. Nothing
+    younger is admitted before an old one, and when nobody was admitted for `quantum` steps, it takes the place of
+    others. So it runs within patience + (1 + old requests before it) * quantum steps, plus its own fetch."""
+
+    prefill_share: float = 0.25  # of max_tokens_per_step, for prefill while others decode: what a token may be late
+    horizon: int = 256  # tokens each request is expected to grow by; admission leaves room for them
+    priority_worth: int = 64  # one level of priority: as if it had arrived this many requests earlier
+    length_worth: int = 4  # each doubling of the prefill beyond one block: this many requests later
+    patience: int = 1024
+    quantum: int = 256
+    lookahead: int = 8  # waiting requests whose tier data is asked for ahead of their turn
+
+
+DEFAULT_POLICY = Policy()
+
+
+class _Step:
+    """The books of one step: blocks and tokens left, and what was decided."""
+
+    def __init__(self, resources: Resources) -> None:
+        if resources.max_tokens_per_step < resources.block_size:
+            raise ValueError(
+                f"schedule: want max_tokens_per_step >= block_size, else no piece fits into a step; got "
+                f"{resources.max_tokens_per_step} < {resources.block_size}"
+            )
+        self.resources, self.block = resources, resources.block_size
+        self.room, self.tokens, self.seqs = resources.room_blocks, resources.max_tokens_per_step, 0
+        self.rows: list[tuple[int, int]] = []
+        self.pieces: list[tuple[int, int]] = []
+        self.admit: list[int] = []
+        self.preempt: list[tuple[int, str]] = []
+        self.prefetch: list[int] = []
+        self.reasons: dict[int, str] = {}
+
+    def blocks_at(self, candidate: Candidate, tokens: int) -> int:
+        """New blocks that it needs to hold `tokens` tokens, its slot included."""
+        slot = 0 if candidate.is_running else self.resources.slot_blocks
+        return slot + max(0, -(-tokens // self.block) - candidate.blocks_held)
+
+    def piece(self, candidate: Candidate, tokens: int, room: int) -> int:
+        """The largest allowed number of next tokens within `tokens` and `room`; -1 if there is none."""
+        start = candidate.done or candidate.reuse
+        end = min(candidate.total, start + tokens)
+        slot = 0 if candidate.is_running else self.resources.slot_blocks
+        end = min(end, (room - slot + candidate.blocks_held) * self.block)
+        if end < candidate.total:
+            end -= end % self.block
+        return end - start if end > start or end == candidate.total else -1
+
+    def give(self, candidate: Candidate, tokens: int) -> None:
+        self.room -= self.blocks_at(candidate, (candidate.done or candidate.reuse) + tokens)
+        self.tokens -= tokens
+        (self.rows if tokens == 1 else self.pieces).append((candidate.rid, tokens))
+        if not candidate.is_running:
+            self.admit.append(candidate.rid)
+            self.seqs += 1
+
+    def take_back(self, candidate: Candidate, how: str, reason: str) -> None:
+        """Preempt; rows that were given are withdrawn."""
+        for given in (self.rows, self.pieces):
+            for rid, tokens in [row for row in given if row[0] == candidate.rid]:
+                given.remove((rid, tokens))
+                self.tokens += tokens
+                self.room += self.blocks_at(candidate, candidate.done + tokens)
+        self.room += self.resources.slot_blocks + candidate.blocks_freed
+        self.seqs -= 1
+        self.preempt.append((candidate.rid, how))
+        self.reasons[candidate.rid] = reason
+
+    def close(self, expert_load: float = 0.0) -> Schedule:
+        return Schedule(self.rows + self.pieces, self.admit, self.preempt, self.prefetch, self.reasons, expert_load)
+
+
+def schedule_fcfs(candidates: Sequence[Candidate], resources: Resources) -> Schedule:
+    """Decodes first, then prefill in order of arrival; when memory is short, the last arrived is dropped.
+
+    Looks neither ahead nor at priorities, and computes a prefix that another request is just computing once more. Tier
+    data is asked for when its request's turn has come.
+    """
+    step = _Step(resources)
+    order = sorted(candidates, key=lambda candidate: candidate.arrival)
+    running = [candidate for candidate in order if candidate.is_running]
+    step.seqs = len(running)
+    alive = list(running)
+    for candidate in sorted(running, key=lambda candidate: not candidate.is_decoding):  # stable: by arrival inside
+        if candidate not in alive:
+            continue
+        wanted = step.piece(candidate, step.tokens, resources.total_blocks)
+        if wanted < 0:
+            step.reasons[candidate.rid] = "budget"
+            continue
+        while step.blocks_at(candidate, candidate.done + wanted) > step.room and candidate in alive:
+            if len(alive) == 1:  # alone: as much as there is
+                wanted = step.piece(candidate, step.tokens, step.room)
+                break
+            step.take_back(alive.pop(), "drop", "memory")
+        if candidate in alive and wanted >= 0:
+            step.give(candidate, wanted)
+        elif candidate in alive:
+            step.reasons[candidate.rid] = "memory"
+    is_blocked, is_spent = bool(step.preempt), False  # what was just freed is for those who run
+    for candidate in order:
+        if candidate.is_running:
+            continue
+        if is_spent:
+            step.reasons[candidate.rid] = "budget"
+            continue
+        wanted = step.piece(candidate, step.tokens, resources.total_blocks)
+        needed = step.blocks_at(candidate, (candidate.done or candidate.reuse) + max(wanted, 0))
+        if step.seqs >= resources.max_num_seqs:
+            step.reasons[candidate.rid] = "max_num_seqs"
+        elif is_blocked or needed > step.room:
+            step.reasons[candidate.rid], is_blocked = "memory", True
+        elif wanted < 0:
+            step.reasons[candidate.rid], is_spent = "budget", True
+        elif candidate.fetch in ("absent", "pending"):
+            step.reasons[candidate.rid] = "fetch"
+            if candidate.fetch == "absent":
+                step.prefetch.append(candidate.rid)
+        else:
+            step.give(candidate, wanted)
+    return step.close()
+
+
+Key = tuple[float, ...]
+
+
+def _inherit(keys: dict[int, Key], candidates: Sequence[Candidate]) -> None:
+    """Whoever others wait for, directly or not, comes right before the first of them. Keys end in a 0 for this."""
+    waits_for = {c.rid: c.waits_for for c in candidates if c.waits_for is not None}
+    own = dict(keys) if waits_for else keys
+    for rid in waits_for:
+        seen: set[int] = {rid}
+        other: int | None = waits_for[rid]
+        while other in own and other not in seen:
+            keys[other] = min(keys[other], (*own[rid][:-1], -len(seen)))
+            seen.add(other)
+            other = waits_for.get(other)
+
+
+def _busiest(loads: Sequence[tuple[float, ...]]) -> float:
+    return max(map(sum, zip(*loads)), default=0.0)
+
+
+def schedule_dependency_aware(
+    candidates: Sequence[Candidate], resources: Resources, policy: Policy = DEFAULT_POLICY
+) -> Schedule:
+    """Serve first what others wait for, what is resident, urgent, cheap or old; admit only what memory can carry.
+
+    Unlike `schedule_fcfs` it admits a request only with room for its whole prompt and `policy.horizon` more tokens,
+    beside the same for those that run; holds back requests whose prefix is just being computed, and moves the one
+    that computes it to their place in the order; bounds prefill while others decode; parks or drops by cost; asks for
+    tier data ahead; and admits nobody who would load the busiest expert rank above `expert_budget`.
+    """
+    step, block = _Step(resources), resources.block_size
+    turns: dict[int, Key] = {c.rid: (c.arrival - policy.priority_worth * c.priority, c.arrival, 0) for c in candidates}
+    keys: dict[int, Key] = {}
+    for c in candidates:
+        later = 0 if c.is_decoding else policy.length_worth * ((c.total - (c.done or c.reuse)) // block).bit_length()
+        turn = turns[c.rid]
+        keys[c.rid] = (c.idle_steps < policy.patience, turn[0] + later, *turn[1:])
+    _inherit(turns, candidates)
+    _inherit(keys, candidates)
+    running = sorted((c for c in candidates if c.is_running), key=lambda c: turns[c.rid])
+    waiting = sorted((c for c in candidates if not c.is_running), key=lambda c: keys[c.rid])
+    step.seqs = len(running)
+
+    def expected(candidate: Candidate) -> int:
+        """Blocks it will want within the horizon, from now."""
+        return step.blocks_at(candidate, candidate.total + min(policy.horizon, candidate.remaining_new))
+
+    def at_once(candidate: Candidate) -> int:
+        """Blocks of its next token, or of a prefill's next piece at least."""
+        return step.blocks_at(candidate, min(candidate.total, candidate.done - candidate.done % block + block))
+
+    def preempt(candidate: Candidate, reason: str) -> None:
+        is_dear = candidate.replay_if_dropped > resources.park_tokens
+        step.take_back(candidate, "park" if resources.can_park and is_dear else "drop", reason)
+        running.remove(candidate)
+
+    # 1. Memory for those that run: each that decodes, and the first in order whatever it does.
+    needs = [at_once(c) if c.is_decoding or place == 0 else 0 for place, c in enumerate(running)]
+    while len(running) > 1 and sum(needs) > step.room:
+        preempt(running[-1], "memory")
+        needs.pop()
+    is_closed = bool(step.preempt)  # to others: what was just freed is for those who run
+    spare = step.room - sum(map(expected, running))  # after all that those who run are expected to want
+
+    # 2. One urgent request may take the place of others: of lower priority; of anyone when it is old and nothing moves.
+    chosen: Candidate | None = None
+    is_stuck = all(c.ran_steps >= policy.quantum for c in running)
+    for candidate in waiting[: policy.lookahead] if running and not is_closed else ():
+        is_old = candidate.idle_steps >= policy.patience
+        if candidate.fetch in ("absent", "pending") or candidate.waits_for in {c.rid for c in running}:
+            continue
+        victims: list[Candidate] = []
+        free, wanted = spare, expected(candidate)
+        for victim in reversed(running):
+            fits = free >= wanted and step.seqs - len(victims) < resources.max_num_seqs
+            if fits or not ((is_old and is_stuck) or candidate.priority > victim.priority):
+                break
+            victims.append(victim)
+            free += resources.slot_blocks + victim.blocks_freed + expected(victim)
+        if victims and free >= wanted and step.seqs - len(victims) < resources.max_num_seqs:
+            for victim in victims:
+                preempt(victim, "demoted")
+            chosen, spare = candidate, free
+            break
+
+    # 3. One token for each that decodes; where they are too many they take turns, and leave a block for prefill.
+    decoding = [c for c in running if c.is_decoding]
+    work = sorted([c for c in running if not c.is_decoding] + waiting, key=lambda c: (c is not chosen, keys[c.rid]))
+    limit = resources.max_tokens_per_step
+    if work and len(decoding) > limit - block:
+        limit = max(limit - block, 1)
+    if len(decoding) > limit:
+        decoding.sort(key=lambda c: (-c.idle_steps, turns[c.rid]))
+    for candidate in decoding:
+        if len(step.rows) >= limit:
+            step.reasons[candidate.rid] = "budget"
+        elif at_once(candidate) > step.room:
+            step.reasons[candidate.rid] = "memory"
+        else:
+            step.give(candidate, 1)
+    given = {rid for rid, _ in step.rows}
+    loads = [c.experts for c in decoding if c.experts and c.rid in given]
+
+    # 4. Prefill and admission.
+    share = max(block, int(policy.prefill_share * resources.max_tokens_per_step))
+    allowance = min(step.tokens, share) if step.rows else step.tokens
+    asked = sum(c.fetch == "pending" for c in waiting)
+    live = {c.rid for c in running}
+    for candidate in work:
+        rid, left = candidate.rid, candidate.total - (candidate.done or candidate.reuse)
+        tokens = step.tokens if left <= 1 else min(allowance, step.tokens)
+        if candidate.is_running:
+            count = step.piece(candidate, tokens, step.room)
+            if count > 0:
+                step.give(candidate, count)
+                allowance -= count
+            else:
+                step.reasons[rid] = "budget" if tokens < min(block, left) else "memory"
+            continue
+        is_alone, is_old = not live, candidate.idle_steps >= policy.patience
+        count = step.piece(candidate, tokens, step.room)
+        wanted = expected(candidate)
+        if candidate.waits_for in live:
+            step.reasons[rid] = "waits_for"
+        elif candidate.fetch in ("absent", "pending"):
+            step.reasons[rid] = "fetch"
+            if candidate.fetch == "absent" and asked < policy.lookahead:
+                step.prefetch.append(rid)
+                asked += 1
+        elif step.seqs >= resources.max_num_seqs:
+            step.reasons[rid] = "max_num_seqs"
+        elif tokens < min(block, left):
+            step.reasons[rid] = "budget"
+        elif is_closed or count < 0 or (wanted > spare and not is_alone):
+            step.reasons[rid] = "memory"
+            is_closed = is_closed or is_old  # nobody slips past an old one
+        elif (
+            resources.expert_budget and not is_alone and _busiest([*loads, candidate.experts]) > resources.expert_budget
+        ):
+            step.reasons[rid] = "experts"
+        else:
+            step.give(candidate, count)
+            spare -= wanted
+            live.add(rid)
+            allowance -= count if left > 1 else 0
+            loads += [candidate.experts] if candidate.experts else []
+    return step.close(_busiest(loads))
+
+
+SCHEDULERS: dict[str, Callable[[Sequence[Candidate], Resources], Schedule]] = {
+    "dependency_aware": schedule_dependency_aware,
+    "fcfs": schedule_fcfs,
+}

@@ -1,0 +1,1 @@
+"""Continuous-batching generation: requests in, tokens out."""

@@ -23,7 +23,11 @@ class SamplingParams:
         seed: draws depend on it and the position alone; None: a fresh one.
         stop: texts that end the generation.     stop_token_ids: ids that do.
         logprobs: report the log-probabilities of so many best tokens; None: none.
-        logits_processor: `f(token_ids, logits [V]) -> logits [V]`, called before the filters.
+        logits_processor: `f(token_ids, logits [V]) -> logits [V]`, called before the penalties and filters.
+        repetition_penalty: > 1 makes all tokens of prompt and text less likely: logits are divided or, where negative,
+            multiplied by it.     presence_penalty, frequency_penalty: taken off the logits of generated tokens, once and
+            for each time.
+        n: so many samples of one prompt, the i-th with the seed plus i.
     Raises: ValueError naming the parameter.
     """
 
@@ -37,6 +41,10 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
     logprobs: int | None = None
     logits_processor: Callable[[list[int], Tensor], Tensor] | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    n: int = 1
 
     def __post_init__(self) -> None:
         def check(is_right: bool, name: str, wanted: str) -> None:
@@ -52,6 +60,14 @@ class SamplingParams:
         check(0 <= self.min_p <= 1, "min_p", "in [0, 1]")
         check(all(isinstance(text, str) and text for text in self.stop), "stop", "non-empty strings")
         check(self.logprobs is None or self.logprobs >= 0, "logprobs", ">= 0 or None")
+        check(0 < self.repetition_penalty < math.inf, "repetition_penalty", "> 0 and finite")
+        check(math.isfinite(self.presence_penalty), "presence_penalty", "finite")
+        check(math.isfinite(self.frequency_penalty), "frequency_penalty", "finite")
+        check(self.n >= 1, "n", ">= 1")
+
+    @property
+    def has_penalties(self) -> bool:
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
 
 def fresh_seed() -> int:
@@ -102,3 +118,16 @@ def sample(logits_V: Tensor, params: SamplingParams, seed: int, position: int) -
         torch.searchsorted(cumulative_V, torch.tensor(draw, dtype=torch.float64, device=logits_V.device), right=True)
     )
     return int(tokens_V[min(index, int((probabilities_V > 0).sum()) - 1)])
+
+
+def penalize(logits_V: Tensor, params: SamplingParams, prompt: Sequence[int], generated: Sequence[int]) -> Tensor:
+    """The logits after the penalties of `params`, float32."""
+    out_V = logits_V.float().clone()
+    if params.repetition_penalty != 1:
+        seen = torch.tensor(sorted({*prompt, *generated}), device=out_V.device)
+        old = out_V[seen]
+        out_V[seen] = torch.where(old > 0, old / params.repetition_penalty, old * params.repetition_penalty)
+    if generated:
+        tokens, counts = torch.tensor(generated, device=out_V.device).unique(return_counts=True)
+        out_V[tokens] -= params.presence_penalty + params.frequency_penalty * counts
+    return out_V

@@ -1,0 +1,136 @@
+"""The cache memory itself: one buffer, seen by each layer as a pool of states, windows or latent blocks.
+
+    page p:   | states of all KDA layers | windows of all KDA layers |  or  | block | block | ... |
+    block:    | latents of all MLA layers, [block_size, R + rope] each |
+
+A slot or a block of all layers is one run of bytes: copying one is one copy. To a layer its pool looks like any other,
+`[S, H, K, V]` or `[P, block, R + rope]`, with the page or the block as the stride of dimension 0.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kimi_k3.cache import BLOCK_SIZE
+
+if TYPE_CHECKING:
+    from kimi_k3.modeling_kimi_k3 import KimiK3ForCausalLM
+
+ALIGNMENT = 64  # bytes
+HEAD_SLICES = 8  # a stored state is cut into so many slices of heads, so that other parallel degrees can read their part
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+class PoolLayout:
+    """Sizes in bytes, and where each layer's part lies, for one model and block size."""
+
+    def __init__(self, model: KimiK3ForCausalLM, block_size: int = BLOCK_SIZE) -> None:
+        self.block_size = block_size
+        config, pools = model.config.text_config, model.make_cache(1).pools
+        self.slot_parts: list[tuple[int, int, Tensor]] = []  # layer, offset in a page, a sample [1, ...]
+        self.block_parts: list[tuple[int, int, Tensor]] = []
+        offset = 0
+        kda_layers = [i for i in pools if config.is_kda_layer(i)]
+        for index in (0, 1):  # all states, then all windows
+            for layer_idx in kda_layers:
+                sample = pools[layer_idx][index][:1].to("meta")
+                self.slot_parts.append((layer_idx, offset, sample))
+                offset += _aligned(sample.nbytes)
+        self.slot_bytes = offset
+        offset = 0
+        for layer_idx, pool in pools.items():
+            if layer_idx not in kda_layers:
+                sample = torch.empty((1, block_size, pool[0].shape[2]), dtype=pool[0].dtype, device="meta")
+                self.block_parts.append((layer_idx, offset, sample))
+                offset += _aligned(sample.nbytes)
+        self.block_bytes = max(offset, ALIGNMENT)
+        # A page is a whole number of blocks: blocks then have one stride through the whole buffer.
+        self.blocks_per_page = max(1, -(-self.slot_bytes // self.block_bytes))
+        self.page_bytes = self.blocks_per_page * self.block_bytes
+
+
+class DevicePools:
+    """`num_pages` pages on the model's device, zeroed. `pools` is what the model's forward takes."""
+
+    def __init__(self, layout: PoolLayout, num_pages: int, device: torch.device) -> None:
+        self.layout, self.num_pages = layout, num_pages
+        self.buffer = torch.zeros(num_pages * layout.page_bytes, dtype=torch.uint8, device=device)
+        self._pages = self.buffer.view(num_pages, layout.page_bytes)
+        self._blocks = self.buffer.view(-1, layout.block_bytes)
+        parts: dict[int, list[Tensor]] = {}
+        for layer_idx, offset, sample in layout.slot_parts:
+            parts.setdefault(layer_idx, []).append(self._view(sample, num_pages, layout.page_bytes, offset))
+        for layer_idx, offset, sample in layout.block_parts:
+            count = num_pages * layout.blocks_per_page
+            parts[layer_idx] = [self._view(sample, count, layout.block_bytes, offset)]
+        self.pools = {layer_idx: tuple(views) for layer_idx, views in sorted(parts.items())}
+
+    def _view(self, sample: Tensor, count: int, stride_bytes: int, offset_bytes: int) -> Tensor:
+        size = sample.element_size()
+        typed = self.buffer.view(sample.dtype)
+        shape, inner = (count, *sample.shape[1:]), sample.stride()[1:]
+        view = typed.as_strided(shape, (stride_bytes // size, *inner), offset_bytes // size)
+        # A storage of its own over the same memory: to torch.compile the pools are tensors that do not overlap.
+        return torch.from_dlpack(view)
+
+    def copy_slot(self, source: int, target: int) -> None:
+        self._pages[target].copy_(self._pages[source])
+
+    def copy_block(self, source: int, target: int) -> None:
+        self._blocks[target].copy_(self._blocks[source])
+
+    def clear_slot(self, slot: int) -> None:
+        self._pages[slot].zero_()
+
+    def clear_block(self, place: int) -> None:
+        self._blocks[place].zero_()
+
+    def head_slices(self) -> list[tuple[int, int]]:
+        """The ranges of KDA heads in which states are stored."""
+        heads = self.layout.slot_parts[0][2].shape[1] if self.layout.slot_parts else 0
+        count = min(HEAD_SLICES, heads) or 1
+        edges = [heads * i // count for i in range(count + 1)]
+        return list(zip(edges, edges[1:]))
+
+    def read_block(self, place: int, rows: int) -> dict[str, Tensor]:
+        """Copies on the CPU of a block's first `rows` latents: layer number -> [rows, R + rope]."""
+        return {
+            str(i): self.pools[i][0][place, :rows].to("cpu", copy=True) for i, _, _ in self.layout.block_parts
+        }  # fmt: skip
+
+    def write_block(self, place: int, payload: dict[str, Tensor]) -> None:
+        for i, _, sample in self.layout.block_parts:
+            latents = payload[str(i)]
+            _check(latents, (latents.shape[0], sample.shape[2]), sample.dtype, f"latents of layer {i}")
+            self.pools[i][0][place, : latents.shape[0]].copy_(latents)
+
+    def read_slot(self, slot: int, heads: tuple[int, int]) -> dict[str, Tensor]:
+        """Copies on the CPU of some heads of a state: states [H, K, V] and windows [W - 1, 3, H, K] of each layer."""
+        payload = {}
+        for i in {i for i, _, _ in self.layout.slot_parts}:
+            states, windows = self.pools[i]
+            payload[f"{i}.state"] = states[slot, slice(*heads)].to("cpu", copy=True)
+            by_head = windows[slot].unflatten(-1, (3, states.shape[1], -1))
+            payload[f"{i}.window"] = by_head[:, :, slice(*heads)].to("cpu", copy=True).contiguous()
+        return payload
+
+    def write_slot(self, slot: int, heads: tuple[int, int], payload: dict[str, Tensor]) -> None:
+        for i in {i for i, _, _ in self.layout.slot_parts}:
+            states, windows = self.pools[i]
+            target = states[slot, slice(*heads)]
+            _check(payload[f"{i}.state"], tuple(target.shape), target.dtype, f"states of layer {i}")
+            target.copy_(payload[f"{i}.state"])
+            target = windows[slot].unflatten(-1, (3, states.shape[1], -1))[:, :, slice(*heads)]
+            _check(payload[f"{i}.window"], tuple(target.shape), target.dtype, f"windows of layer {i}")
+            target.copy_(payload[f"{i}.window"])
+
+
+def _check(given: Tensor, shape: tuple[int, ...], dtype: torch.dtype, what: str) -> None:
+    if tuple(given.shape) != shape or given.dtype != dtype:
+        raise ValueError(f"stored {what}: want {shape} {dtype}, got {tuple(given.shape)} {given.dtype}")

@@ -1,0 +1,799 @@
+"""KimiK3Generator: many requests through one model, each with the tokens that it would get alone."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kimi_k3.cache import BLOCK_SIZE
+from kimi_k3.engine.device_pools import DevicePools, PoolLayout
+from kimi_k3.engine.page_pool import PagePool
+from kimi_k3.engine.prefix_index import Evicted, PrefixIndex, Snapshot, chain, choose_stride
+from kimi_k3.engine.request import GenerationResult, Request, RequestOutput, TokenLogprobs
+from kimi_k3.engine.runner import Piece, Runner
+from kimi_k3.engine.scheduler import SCHEDULERS, Candidate, Resources
+from kimi_k3.engine.tier_store import TierStore
+from kimi_k3.generation import StopText, end_ids
+from kimi_k3.sampling import SamplingParams, fresh_seed, penalize, sample
+
+if TYPE_CHECKING:
+    from kimi_k3.modeling_kimi_k3 import KimiK3ForCausalLM
+    from kimi_k3.tokenization_kimi_k3 import KimiK3Tokenizer
+
+AUTO_SHARE = 0.25  # of the free memory of a CPU that memory="auto" takes; of a GPU: 0.9
+MAX_LEADERS = 2  # a request waits for so many others' prefills, then computes its prefix itself
+REFRESH_STEPS = 16  # a waiting request's match is looked up again at least so often
+
+
+class KimiK3Generator:
+    """Continuous batching: requests come and go between steps; each step runs decode tokens and prefill pieces together.
+
+    A request's tokens depend on the request alone: not on its batch, on cache hits, on preemption or on where its state
+    has been. With `batch_invariant=True` that holds bit for bit, else up to rounding.
+
+    Args:
+        model: KimiK3ForCausalLM or KimiK3ForConditionalGeneration.     tokenizer: for text, stop texts and its end ids.
+        max_num_seqs: requests that run at once.     max_tokens_per_step: tokens of one forward.
+        memory: bytes for latent blocks and KDA states together; "auto": a share of what is free.
+        num_blocks: instead of `memory`: room for so many latent blocks and `max_num_seqs` states.
+        block_size: tokens of a latent block.
+        prefix_cache: reuse the prefixes of earlier requests.
+        scheduler: "dependency_aware" or "fcfs".
+        tiers: HostTier, DiskTier, RemoteTier: where evicted and parked states go, nearest first.
+        batch_invariant: bitwise equal results in any batch, at some cost; sets the model's mode until `close`.
+    """
+
+    def __init__(
+        self, model: KimiK3ForCausalLM, tokenizer: KimiK3Tokenizer | None = None, *, max_num_seqs: int = 64,
+        max_tokens_per_step: int = 2048, memory: int | str = "auto", num_blocks: int | None = None,
+        block_size: int = BLOCK_SIZE, prefix_cache: bool = True, scheduler: str = "dependency_aware",
+        tiers: Sequence[Any] = (), batch_invariant: bool = False,
+    ) -> None:  # fmt: skip
+        for name, value in (("max_num_seqs", max_num_seqs), ("max_tokens_per_step", max_tokens_per_step),
+                            ("block_size", block_size)):  # fmt: skip
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"KimiK3Generator: want {name} >= 1, got {value!r}")
+        if scheduler not in SCHEDULERS:
+            raise ValueError(f"KimiK3Generator: want scheduler in {sorted(SCHEDULERS)}, got {scheduler!r}")
+        if max_tokens_per_step < min(block_size, max_num_seqs):
+            wanted = f"max_tokens_per_step >= {min(block_size, max_num_seqs)}"
+            raise ValueError(f"KimiK3Generator: want {wanted}, got {max_tokens_per_step}")
+        self.model, self.tokenizer = model, tokenizer
+        self.max_num_seqs, self.max_tokens_per_step, self.block_size = max_num_seqs, max_tokens_per_step, block_size
+        self.prefix_cache, self.scheduler = prefix_cache, scheduler
+        self._schedule = SCHEDULERS[scheduler]
+        layout = PoolLayout(model, block_size)
+        num_pages = self._num_pages(layout, memory, num_blocks)
+        self.pools = DevicePools(layout, num_pages, model.device)
+        self.pool = PagePool(num_pages, layout.blocks_per_page, self.pools.copy_block)
+        self.index = PrefixIndex(self.pool, block_size, layout.slot_bytes, layout.block_bytes, on_evict=self._on_evict)
+        self.runner = Runner(model, self.pool, self.pools)
+        self._was_invariant = model.is_batch_invariant
+        model.set_batch_invariant(batch_invariant)
+        self._root = self._root_key(batch_invariant)
+        self.tiers = TierStore(tiers, self.pools, self.pool, self.index) if tiers else None
+        self._ends = end_ids(model, None) | frozenset(tokenizer.end_token_ids if tokenizer is not None else ())
+
+        self._requests: dict[int, Request] = {}  # not finished, in order of arrival
+        self._next_rid = 0
+        self._finished_outputs: list[RequestOutput] = []
+        self._results: dict[int, GenerationResult] = {}
+        self._listeners: dict[int, list[RequestOutput]] = {}
+        self._lock = threading.RLock()
+        self._is_closed = False
+        self.num_steps = 0
+        self.counts: Counter[str] = Counter()
+        self._step_seconds = self._forward_seconds = 0.0
+        self._latencies: dict[str, list[float]] = {"first_token_s": [], "between_tokens_s": []}
+
+    # Requests in.
+
+    def add(
+        self, prompt: Any, params: SamplingParams | None = None, *, priority: int = 0, snapshot_at: Sequence[int] = (),
+        extra_key: bytes = b"", timeout: float | None = None, pixel_values: Tensor | None = None,
+        grid_thws: Tensor | None = None,
+    ) -> int:  # fmt: skip
+        """Queue a request; returns its number (of the first sample, where params.n > 1).
+
+        Args:
+            prompt: token ids, or a ChatEncoding, whose message ends and image hashes serve the prefix cache.
+            priority: greater runs first.     timeout: seconds until the request ends with "timeout".
+            snapshot_at: positions whose state should be kept.     extra_key: requests share prefixes only under equal keys.
+            pixel_values, grid_thws: images, for a model with a vision tower.
+        Raises: ValueError for what can never run, with the numbers.
+        """
+        params = SamplingParams() if params is None else params
+        ids = list(getattr(prompt, "ids", prompt))
+        boundaries = {*getattr(prompt, "boundaries", ()), *snapshot_at}
+        for image_hash in getattr(prompt, "image_hashes", ()):
+            extra_key += image_hash
+        vocabulary = self.model.config.text_config.vocab_size
+        wrong = [t for t in ids if not isinstance(t, int) or not 0 <= t < vocabulary]
+        if not ids or wrong:
+            raise ValueError(f"add: want a prompt of ids in 0..{vocabulary - 1}, not empty, got {wrong[:3] or ids}")
+        if params.stop and self.tokenizer is None:
+            raise ValueError("add: stop texts need a generator with a tokenizer")
+        embeds = None
+        if pixel_values is not None:
+            ids, embeds, boundaries, extra_key = self._with_images(ids, boundaries, extra_key, pixel_values, grid_thws)
+        elif self.model.config.media_placeholder_token_id in ids and hasattr(self.model, "vision_tower"):
+            raise ValueError("add: the prompt holds image placeholders, but no pixel_values were given")
+        if any(not 0 < position <= len(ids) for position in boundaries):
+            raise ValueError(f"add: want snapshot_at in 1..{len(ids)}, got {sorted(boundaries)}")
+        self._refuse_if_it_never_fits(len(ids) + params.max_new_tokens)
+        seed = fresh_seed() if params.seed is None else params.seed
+        with self._lock:
+            self._refuse_if_closed()
+            first = self._next_rid
+            for sample_idx in range(params.n):
+                self._queue(ids, params, seed + sample_idx, priority, boundaries, extra_key, timeout, embeds, first)
+        return first
+
+    def _queue(
+        self, ids: list[int], params: SamplingParams, seed: int, priority: int, boundaries: set[int], extra_key: bytes,
+        timeout: float | None, embeds: Tensor | None, first: int,
+    ) -> None:  # fmt: skip
+        rid = self._next_rid
+        self._next_rid += 1
+        root = hashlib.sha256(self._root + extra_key).digest()
+        if not self.prefix_cache:  # its own states are still kept while it is preempted
+            root = hashlib.sha256(root + f"request {rid}".encode()).digest()
+        keys, key = [], root
+        for start in range(0, len(ids) - self.block_size + 1, self.block_size):
+            key = chain(key, ids[start : start + self.block_size])
+            keys.append(key)
+        self._requests[rid] = Request(
+            rid=rid, prompt=list(ids), params=params, seed=seed, priority=priority, root=root, chain=keys,
+            boundaries=frozenset(boundaries | {len(ids)}), embeds=embeds,
+            deadline=float("inf") if timeout is None else time.monotonic() + timeout,
+            ends=self._ends | frozenset(params.stop_token_ids),
+            decoder=None if self.tokenizer is None else self.tokenizer.stream_decoder(),
+            shown=StopText(params.stop), parent=first, last_step=self.num_steps,
+        )  # fmt: skip
+        self.counts["requests"] += 1
+
+    def abort(self, rid: int) -> None:
+        """End a request now, with what it has; nothing of an unfinished prefill is kept. Unknown or finished: nothing."""
+        with self._lock:
+            if rid in self._requests:
+                self._finish(self._requests[rid], "abort", is_published=False)
+
+    # One step.
+
+    @torch.no_grad()
+    def step(self) -> list[RequestOutput]:
+        """Run one forward. Returns what each request gained, the finished and failed ones included."""
+        with self._lock:
+            self._refuse_if_closed()
+            started = time.perf_counter()
+            for request in [r for r in self._requests.values() if r.deadline < time.monotonic()]:
+                self._finish(request, "timeout", is_published=False)
+            outputs, self._finished_outputs = self._finished_outputs, []
+            if self._requests:
+                outputs += self._run_scheduled()
+                more, self._finished_outputs = self._finished_outputs, []
+                outputs += more
+                self.num_steps += 1
+            self._step_seconds += time.perf_counter() - started
+            for output in outputs:
+                if output.rid in self._listeners:
+                    self._listeners[output.rid].append(output)
+            return outputs
+
+    def _run_scheduled(self) -> list[RequestOutput]:
+        if self.tiers is not None:
+            self.tiers.poll(self._requests.values())
+        self._find_dependencies()
+        schedule_started = time.perf_counter()
+        plan = self._schedule([self._candidate(r) for r in self._requests.values()], self._resources())
+        self.counts["schedule_us"] += int(1e6 * (time.perf_counter() - schedule_started))
+        for reason in plan.reasons.values():
+            self.counts[f"held_{reason}"] += 1
+        for rid, how in plan.preempt:
+            self._preempt(self._requests[rid], how)
+        if self.tiers is not None:
+            for rid in plan.prefetch:
+                self.tiers.prefetch(self._requests[rid])
+        pieces = []
+        for rid, count in plan.run:
+            piece = self._prepare(self._requests[rid], count)
+            if piece is not None:
+                pieces.append(piece)
+        repeats = [p for p in pieces if p.count == 0]
+        pieces = self._with_exports([p for p in pieces if p.count])
+        outputs = []
+        if pieces:
+            forward_started = time.perf_counter()
+            hidden_RD, logits_RV = self.runner.run(pieces)
+            self._forward_seconds += time.perf_counter() - forward_started
+            outputs = self._commit(pieces, hidden_RD, logits_RV)
+        if repeats:
+            hidden_RD = torch.stack([p.request.hidden for p in repeats])
+            outputs += self._sample([p.request for p in repeats], self.model.head_logits(hidden_RD))
+            for piece in repeats:
+                piece.request.hidden = None
+        return outputs
+
+    def _candidate(self, request: Request) -> Candidate:
+        if not request.is_running:
+            self._look_up(request)
+        last_saved = max((s.position for s in request.saved), default=0)
+        return Candidate(
+            rid=request.rid, arrival=request.rid, priority=request.priority, is_running=request.is_running,
+            done=request.done, total=len(request.tokens), is_decoding=request.is_running and request.is_decoding,
+            blocks_held=len(request.table) if request.is_running else request.reuse_shared,
+            blocks_freed=sum(1 for handle in request.table if self.pool.references[handle] == 1),
+            reuse=0 if request.is_running else request.reuse, waits_for=request.waits_for, fetch=request.fetch_state,
+            fetch_bytes=request.fetch_bytes,
+            remaining_new=request.params.max_new_tokens - (len(request.tokens) - len(request.prompt)),
+            replay_if_dropped=max(0, request.done - max(last_saved, request.reuse)),
+            idle_steps=self.num_steps - request.last_step, ran_steps=self.num_steps - request.admitted_step,
+        )  # fmt: skip
+
+    def _resources(self) -> Resources:
+        layout = self.pools.layout
+        return Resources(
+            room_blocks=self.pool.free_blocks + self.index.evictable_blocks(), slot_blocks=layout.blocks_per_page,
+            total_blocks=self.pool.total_blocks, block_size=self.block_size, max_num_seqs=self.max_num_seqs,
+            max_tokens_per_step=self.max_tokens_per_step, can_park=True, bytes_per_block=layout.block_bytes,
+        )  # fmt: skip
+
+    def _look_up(self, request: Request) -> None:
+        """What the index and the tiers hold for a waiting request; looked up again when they may have changed."""
+        version = self.index.clock + self.index.evictions
+        is_stale = request.reuse_version != version and (
+            request.reuse_version < 0 or request.waits_for is None or self.num_steps % REFRESH_STEPS == 0
+        )
+        if is_stale:
+            match = self.index.match(request.root, request.tokens)
+            request.reuse, request.reuse_version = match.position, version
+            # Of the blocks that a hit would bring, those that other requests hold are not counted as room either.
+            whole = [node.block for node in match.path if node.end <= match.position]
+            request.reuse_shared = sum(self.pool.references[block] > 1 for block in whole)
+            if self.tiers is not None and request.fetch_state == "none":
+                self.tiers.look_up(request)
+
+    def _find_dependencies(self) -> None:
+        """Of several requests with one beginning, one computes it; the others wait for that one."""
+        if not self.prefix_cache:
+            return
+        leaders = [r for r in self._requests.values() if r.is_running and not r.has_prefilled]
+        waiting = [r for r in self._requests.values() if not r.is_running]
+        for request in sorted(waiting, key=lambda r: (-r.priority, r.rid)):
+            request.waits_for = next((leader.rid for leader in leaders if self._is_worth_waiting(request, leader)), None)
+            if request.waits_for is None:
+                leaders.append(request)
+            else:
+                request.waited_for.add(request.waits_for)
+
+    def _is_worth_waiting(self, request: Request, leader: Request) -> bool:
+        if request.root != leader.root or request.has_prefilled:
+            return False
+        if leader.rid not in request.waited_for and len(request.waited_for) >= MAX_LEADERS:
+            return False
+        shared = _common_blocks(request.chain, leader.chain) * self.block_size
+        return shared >= request.reuse + self.block_size
+
+    # Memory.
+
+    def _slot(self) -> int | None:
+        """A KDA slot, at the cost of cached snapshots where none is free."""
+        while (slot := self.pool.add_slot()) is None:
+            if not self.index.evict():
+                return None
+        return slot
+
+    def _block(self) -> int | None:
+        while (block := self.pool.add_block()) is None:
+            if not self.index.evict():
+                return None
+        return block
+
+    def _prepare(self, request: Request, count: int) -> Piece | None:
+        """Give a request what its next `count` tokens need; None, and nothing taken, where memory is short after all."""
+        is_new = not request.is_running
+        if is_new and not self._admit(request):
+            return None
+        end = min(request.done + count, len(request.tokens))
+        if is_new and end < len(request.tokens):  # the hit may differ from the one that was planned with
+            end = end // self.block_size * self.block_size
+            if end <= request.done:
+                end = min(request.done // self.block_size * self.block_size + self.block_size, len(request.tokens))
+        while len(request.table) * self.block_size < end:
+            block = self._block()
+            if block is None:
+                if is_new:
+                    self._preempt(request, "drop", is_counted=False)
+                self.counts["held_allocation"] += 1
+                return None
+            request.table.append(block)
+        request.last_step = self.num_steps
+        return Piece(request, end - request.done, [])
+
+    def _admit(self, request: Request) -> bool:
+        """Make a waiting request run: its slot, and the blocks and the state of the longest kept prefix."""
+        if self.tiers is not None and request.fetch_state == "ready":
+            self.tiers.install(request, self._slot, self._block)
+        match = self.index.match(request.root, request.tokens)
+        snapshot = match.snapshot
+        if snapshot is not None:
+            snapshot.pins += 1  # nothing below may evict it
+        shared = [node.block for node in match.path if node.start + self.block_size <= match.position]
+        for block in shared:
+            self.pool.share_block(block)
+        request.table = shared
+        slot = self._slot()
+        is_partial = match.position % self.block_size != 0
+        tail = self._block() if slot is not None and is_partial else None
+        if slot is None or (is_partial and tail is None):
+            if slot is not None:
+                self.pool.free_slot(slot)
+            if snapshot is not None:
+                snapshot.pins -= 1
+            self._free_table(request)
+            return False
+        if tail is not None:  # others may read the block it shares: it writes into a copy
+            self.pools.copy_block(self.pool.places[match.path[-1].block], self.pool.places[tail])
+            request.table.append(tail)
+        request.slot, request.read_from, request.done = slot, snapshot, match.position
+        request.hidden = snapshot.hidden if snapshot is not None and match.position == len(request.tokens) else None
+        self.index.touch(match)
+        if not request.admitted_at:
+            request.admitted_at = time.monotonic()
+            request.reused_tokens = min(match.position, len(request.prompt))
+            self.counts["prompt_tokens"] += len(request.prompt)
+            self.counts["hit_tokens"] += request.reused_tokens
+            if match.miss:
+                self.counts[f"miss_{match.miss}"] += 1
+        else:
+            request.replayed_tokens += max(0, len(request.tokens) - 1 - match.position)
+            self.counts["replayed_tokens"] += max(0, len(request.tokens) - 1 - match.position)
+        request.is_parked, request.admitted_step = False, self.num_steps
+        self._plan_snapshots(request, match.matched)
+        return True
+
+    def _plan_snapshots(self, request: Request, matched: int) -> None:
+        """Where the prefill leaves states: ends, the junction with what is known, junctions with who waits, a grid."""
+        done, total = request.done, len(request.tokens)
+        wanted = {p for p in request.boundaries if done < p <= total}
+        if self.prefix_cache:
+            wanted |= {matched} if done < matched <= total else set()
+            for other in self._requests.values():
+                if other.waits_for == request.rid and other.root == request.root:
+                    shared = _common_tokens(request.prompt, other.prompt)
+                    wanted |= {shared} if done < shared <= total else set()
+            # The grid may use half of what is free or given to snapshots now.
+            slots = (self.pool.free_pages + self.index.num_snapshots) // 2 - len(wanted)
+            request.stride = choose_stride(total - done, slots, self.block_size)
+            if request.stride:
+                wanted |= set(range(done // request.stride * request.stride + request.stride, total + 1, request.stride))
+        request.wanted = sorted(p for p in wanted if p > done)
+
+    def _with_exports(self, pieces: list[Piece]) -> list[Piece]:
+        """Slots for the snapshots on the way, after everything that must run has its memory."""
+        out = []
+        for request, count, _ in pieces:
+            exports = []
+            end = request.done + count
+            while request.wanted and request.wanted[0] <= end:
+                position = request.wanted.pop(0)
+                slot = self._slot() if position > request.done else None
+                if slot is not None:
+                    exports.append((position, slot))
+                    request.saved.append(Snapshot(position, slot, is_end=position in request.boundaries))
+            out.append(Piece(request, count, exports))
+        return out
+
+    def _preempt(self, request: Request, how: str, *, is_counted: bool = True) -> None:
+        """Back to waiting. "park": its state stays as a snapshot, which may move to a tier; "drop": only those it left."""
+        if is_counted:
+            request.preemptions += 1
+            self.counts[f"preemptions_{how}"] += 1
+        if how == "park" and request.read_from is None and request.done:
+            request.saved.append(Snapshot(request.done, request.slot, is_end=True))
+            request.slot = -1
+            request.is_parked = True
+        self._publish(request)
+        self._release(request)
+        request.done, request.reuse_version, request.last_step = 0, -1, self.num_steps
+
+    def _publish(self, request: Request) -> None:
+        saved, request.saved = request.saved, []
+        if saved:
+            self.index.publish(request.root, request.tokens[: request.done], request.table, saved)
+
+    def _release(self, request: Request) -> None:
+        """Give back what a request holds. States that it took and did not publish go with it."""
+        if request.read_from is not None:
+            request.read_from.pins -= 1
+            request.read_from = None
+        for snapshot in request.saved:
+            self.pool.free_slot(snapshot.slot)
+        request.saved, request.wanted, request.hidden = [], [], None
+        if request.slot >= 0:
+            self.pool.free_slot(request.slot)
+            request.slot = -1
+        self._free_table(request)
+
+    def _free_table(self, request: Request) -> None:
+        for block in request.table:
+            self.pool.free_block(block)
+        request.table = []
+
+    # After the forward.
+
+    def _commit(self, pieces: list[Piece], hidden_RD: Tensor, logits_RV: Tensor) -> list[RequestOutput]:
+        sampled, row = [], 0
+        for request, count, _ in pieces:
+            self.counts["decode_tokens" if request.is_decoding else "prefill_tokens"] += count
+            request.done += count
+            if request.read_from is not None:
+                request.read_from.pins -= 1
+                request.read_from = None
+            if request.done == len(request.tokens):
+                for snapshot in request.saved:
+                    if snapshot.position == request.done:
+                        snapshot.hidden = hidden_RD[row].clone()
+                sampled.append(request)
+                row += 1
+        outputs = self._sample(sampled, logits_RV)
+        for request, _, _ in pieces:
+            if request.rid in self._requests and request.is_running:
+                self._keep_decode_state(request)
+        return outputs
+
+    def _keep_decode_state(self, request: Request) -> None:
+        """While decoding, a copy of the state on the grid where there is room: a preemption then costs less."""
+        if request.has_prefilled and request.stride and request.done % request.stride == 0 and self.prefix_cache:
+            if request.is_decoding and self.pool.free_pages > self.max_num_seqs // 4:
+                slot = self.pool.add_slot()
+                if slot is not None:
+                    self.pools.copy_slot(request.slot, slot)
+                    request.saved.append(Snapshot(request.done, slot, is_end=False))
+                    self._publish(request)
+
+    def _sample(self, requests: list[Request], logits_RV: Tensor) -> list[RequestOutput]:
+        """Choose each row's next token by its own parameters alone."""
+        if not requests:
+            return []
+        best, tokens = logits_RV.max(-1)
+        is_finite, greedy = torch.isfinite(best).tolist(), tokens.tolist()
+        outputs = []
+        for row, request in enumerate(requests):
+            params, logits_V = request.params, logits_RV[row]
+            is_first_time = not request.has_prefilled
+            try:
+                if params.logits_processor is not None:
+                    logits_V = params.logits_processor(list(request.tokens), logits_V)
+                if params.has_penalties:
+                    logits_V = penalize(logits_V, params, request.prompt, request.generated)
+                if not is_finite[row]:
+                    raise FloatingPointError(f"non-finite logits at generated token {len(request.generated)}")
+                if params.temperature == 0 and logits_V is not None and not params.has_penalties and params.logits_processor is None:
+                    token = greedy[row]
+                else:
+                    token = sample(logits_V, params, request.seed, len(request.generated))
+            except FloatingPointError as error:
+                self._fail(request, str(error))
+                continue
+            except Exception as error:  # noqa: BLE001 -- a caller's hook must not end the others
+                self._fail(request, f"logits_processor: {type(error).__name__}: {error}")
+                continue
+            request.has_prefilled = True
+            if is_first_time or request.saved:
+                self._publish(request)
+            outputs.append(self._take(request, token, logits_V))
+        return outputs
+
+    def _take(self, request: Request, token: int, logits_V: Tensor) -> RequestOutput:
+        now = time.monotonic()
+        if not request.first_token_at:
+            request.first_token_at = now
+            self._latencies["first_token_s"].append(now - request.added_at)
+        else:
+            self._latencies["between_tokens_s"].append(now - request.last_token_at)
+        request.last_token_at = now
+        request.tokens.append(token)
+        self.counts["generated_tokens"] += 1
+        output = RequestOutput(request.rid, [token])
+        if request.params.logprobs is not None:
+            output.logprobs = [_logprobs(logits_V, token, request.params.logprobs)]
+            request.logprobs += output.logprobs
+        is_end = token in request.ends
+        if request.decoder is not None and not is_end:
+            output.text = request.shown.feed(request.decoder.feed(token))
+        reason = "stop" if is_end else "stop_string" if request.shown.is_stopped else None
+        if reason is None and len(request.tokens) - len(request.prompt) >= request.params.max_new_tokens:
+            reason = "length"
+        if reason is not None:
+            if request.decoder is not None:
+                output.text += request.shown.feed(request.decoder.finish()) + request.shown.finish()
+            output.finish_reason = reason
+            request.text += output.text
+            self._finish(request, reason, is_published=True, is_announced=False)
+        else:
+            request.text += output.text
+        return output
+
+    def _fail(self, request: Request, error: str) -> None:
+        """A request that went wrong leaves nothing behind: what only it used is zeroed before others get it."""
+        request.error = error
+        for handle in request.table:
+            if self.pool.references[handle] == 1:
+                self.pools.clear_block(self.pool.places[handle])
+        for slot in [request.slot, *(s.slot for s in request.saved)]:
+            if slot >= 0:
+                self.pools.clear_slot(slot)
+        self._finish(request, "error", is_published=False)
+
+    def _finish(self, request: Request, reason: str, *, is_published: bool, is_announced: bool = True) -> None:
+        if is_published and self.prefix_cache and request.read_from is None:
+            request.saved.append(Snapshot(request.done, request.slot, is_end=True))
+            request.slot = -1
+            self._publish(request)
+        self._release(request)
+        if self.tiers is not None:
+            self.tiers.cancel(request)
+        if not self.prefix_cache:
+            self.index.forget(request.root)
+        request.finish_reason = reason
+        now = time.monotonic()
+        self.counts[f"finished_{reason}"] += 1
+        self._results[request.rid] = GenerationResult(
+            rid=request.rid, token_ids=request.generated, text=request.text, finish_reason=reason,
+            reused_tokens=request.reused_tokens,
+            metrics={
+                "queue_s": (request.admitted_at or now) - request.added_at,
+                "first_token_s": (request.first_token_at or now) - request.added_at, "total_s": now - request.added_at,
+                "preemptions": request.preemptions, "replayed_tokens": request.replayed_tokens,
+            },
+            logprobs=request.logprobs if request.params.logprobs is not None else None, error=request.error,
+        )  # fmt: skip
+        del self._requests[request.rid]
+        if is_announced:
+            self._finished_outputs.append(RequestOutput(request.rid, [], finish_reason=reason, error=request.error))
+
+    # Whole requests.
+
+    def generate(
+        self, prompts: Sequence[Any], params: SamplingParams | Sequence[SamplingParams] | None = None, **options: Any
+    ) -> list[GenerationResult]:
+        """Add all prompts and step until each is finished; results in the order of the prompts."""
+        many = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
+        if len(many) != len(prompts):
+            raise ValueError(f"generate: want one SamplingParams or {len(prompts)}, got {len(many)}")
+        rids = [self.add(prompt, one, **options) for prompt, one in zip(prompts, many)]
+        wanted = [[rid + i for i in range(1 if p is None else p.n)] for rid, p in zip(rids, many)]
+        while any(rid in self._requests for group in wanted for rid in group):
+            self.step()
+        return [self._collect(group) for group in wanted]
+
+    def result(self, rid: int) -> GenerationResult:
+        """The result of a finished request, once. Raises KeyError for any other."""
+        return self._results.pop(rid)
+
+    def _collect(self, group: list[int]) -> GenerationResult:
+        samples = [self._results.pop(rid) for rid in group]
+        if len(samples) > 1:
+            samples[0].samples = samples
+        return samples[0]
+
+    def has_unfinished(self) -> bool:
+        return bool(self._requests or self._finished_outputs)
+
+    def stream(self, prompt: Any, params: SamplingParams | None = None, **options: Any) -> Iterator[RequestOutput]:
+        """The outputs of one request as they come; others go on beside it. Closing the iterator aborts the request."""
+        rid = self._listen(prompt, params, options)
+        try:
+            while True:
+                for output in self._heard(rid):
+                    yield output
+                    if output.finish_reason is not None:
+                        return
+                self.step()
+        finally:
+            self._stop_listening(rid)
+
+    async def astream(
+        self, prompt: Any, params: SamplingParams | None = None, **options: Any
+    ) -> AsyncIterator[RequestOutput]:
+        """`stream` for asyncio: steps run in a thread; several streams share them."""
+        rid = self._listen(prompt, params, options)
+        try:
+            while True:
+                for output in self._heard(rid):
+                    yield output
+                    if output.finish_reason is not None:
+                        return
+                await asyncio.to_thread(self._step_unless_heard, rid)
+        finally:
+            self._stop_listening(rid)
+
+    def _listen(self, prompt: Any, params: SamplingParams | None, options: dict[str, Any]) -> int:
+        if params is not None and params.n != 1:
+            raise ValueError(f"stream: want n == 1, got {params.n}")
+        with self._lock:
+            rid = self.add(prompt, params, **options)
+            self._listeners[rid] = []
+        return rid
+
+    def _heard(self, rid: int) -> list[RequestOutput]:
+        with self._lock:
+            heard, self._listeners[rid] = self._listeners[rid], []
+        return heard
+
+    def _step_unless_heard(self, rid: int) -> None:
+        with self._lock:
+            if not self._listeners[rid]:
+                self.step()
+
+    def _stop_listening(self, rid: int) -> None:
+        with self._lock:
+            self.abort(rid)
+            del self._listeners[rid]
+            self._results.pop(rid, None)
+            self._finished_outputs = [o for o in self._finished_outputs if o.rid != rid]
+
+    def close(self) -> None:
+        """Abort what runs, write what is kept to the tiers that outlive the process, and free the memory."""
+        with self._lock:
+            if self._is_closed:
+                return
+            for request in list(self._requests.values()):
+                self._finish(request, "abort", is_published=False)
+            if self.tiers is not None:
+                self.tiers.close(self.index.entries())
+            self.index.on_evict = None
+            self.index.clear()
+            self.model.set_batch_invariant(self._was_invariant)
+            self._is_closed = True
+
+    def __enter__(self) -> KimiK3Generator:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # What it says of itself.
+
+    def stats(self) -> dict[str, Any]:
+        """Counts since the start and the state now: requests, tokens, memory, hits and misses, latencies in seconds."""
+        with self._lock:
+            live = self._requests.values()
+            running = sum(r.is_running for r in live)
+            parked = sum(r.is_parked for r in live)
+            out: dict[str, Any] = {
+                "running": running, "waiting": len(live) - running - parked, "parked": parked, "steps": self.num_steps,
+                "slots_live": running, "slots_snapshots": self.index.num_snapshots, "slots_free": self.pool.free_pages,
+                "pages": self.pool.num_pages, "blocks_used": self.pool.num_blocks,
+                "blocks_cached": self.index.num_blocks, "blocks_free": self.pool.free_blocks,
+                "bytes_total": self.pools.num_pages * self.pools.layout.page_bytes,
+                "evictions": self.index.evictions, "step_seconds": self._step_seconds,
+                "forward_seconds": self._forward_seconds, **self.counts,
+            }  # fmt: skip
+            for name, values in self._latencies.items():
+                recent = sorted(values[-4096:])
+                if recent:
+                    out[name] = {q: recent[min(len(recent) - 1, int(len(recent) * q / 100))] for q in (50, 95, 99)}
+            if self.tiers is not None:
+                out["tiers"] = self.tiers.stats()
+            return out
+
+    # Set-up.
+
+    def _num_pages(self, layout: PoolLayout, memory: int | str, num_blocks: int | None) -> int:
+        if num_blocks is not None:
+            if num_blocks < 1:
+                raise ValueError(f"KimiK3Generator: want num_blocks >= 1, got {num_blocks}")
+            return self.max_num_seqs + -(-num_blocks // layout.blocks_per_page)
+        if memory == "auto":
+            memory = _free_memory(self.model.device)
+            # More than every sequence's state, four snapshots of each and 4,096 tokens of each is of little use.
+            enough = self.max_num_seqs * (5 + -(-4096 // self.block_size) // layout.blocks_per_page + 1)
+            return max(2, min(memory // layout.page_bytes, enough))
+        if not isinstance(memory, int) or memory < 2 * layout.page_bytes:
+            least = f"at least {2 * layout.page_bytes} bytes (a state is {layout.slot_bytes}, a block {layout.block_bytes})"
+            raise ValueError(f"KimiK3Generator: want memory='auto' or {least}, got {memory!r}")
+        return memory // layout.page_bytes
+
+    def _refuse_if_it_never_fits(self, tokens: int) -> None:
+        blocks = -(-tokens // self.block_size)
+        layout = self.pools.layout
+        needed = layout.blocks_per_page + blocks
+        # A page is a slot or blocks: what is left of the last page of blocks is lost.
+        room = (self.pool.num_pages - 1) * layout.blocks_per_page
+        if blocks > room:
+            raise ValueError(
+                f"add: {tokens} tokens (prompt and max_new_tokens) need {blocks} latent blocks of {layout.block_bytes} bytes and "
+                f"a state of {layout.slot_bytes}, {needed * layout.block_bytes} bytes in all; memory holds {room} blocks "
+                "beside one state"
+            )
+
+    def _refuse_if_closed(self) -> None:
+        if self._is_closed:
+            raise ValueError("KimiK3Generator: it is closed")
+
+    def _root_key(self, batch_invariant: bool) -> bytes:
+        """What two caches must agree in before a prefix of one may serve the other."""
+        model = self.model
+        parts = [
+            "kimi_k3 prefix 1", json.dumps(model.config.to_dict(), sort_keys=True, default=str), str(model.dtype),
+            str(self.block_size), weights_digest(model), "batch invariant" if batch_invariant else "",
+        ]  # fmt: skip
+        return hashlib.sha256("\n".join(parts).encode()).digest()
+
+    def _with_images(
+        self, ids: list[int], boundaries: set[int], extra_key: bytes, pixel_values: Tensor, grid_thws: Tensor | None
+    ) -> tuple[list[int], Tensor, set[int], bytes]:
+        """The prompt with each placeholder grown to its image's tokens, and the embeddings that go with it."""
+        model, media_id = self.model, self.model.config.media_placeholder_token_id
+        if not hasattr(model, "image_features") or grid_thws is None or media_id is None:
+            raise ValueError("add: pixel_values want grid_thws and a KimiK3ForConditionalGeneration")
+        from kimi_k3.vision import splice_packed
+
+        with torch.no_grad():
+            given = torch.tensor(ids, device=model.device)
+            features = model.image_features(pixel_values, grid_thws)
+            embeds, token_index, _ = splice_packed(given, features, model.model.embed_tokens(given), media_id)
+        places = torch.bincount(token_index, minlength=len(ids)).cumsum(0).tolist()
+        digest = hashlib.sha256(str((grid_thws.tolist(), pixel_values.dtype)).encode())
+        digest.update(pixel_values.detach().cpu().contiguous().view(torch.uint8).numpy())
+        grown = given[token_index].tolist()
+        return grown, embeds, {places[b - 1] for b in boundaries}, extra_key + digest.digest()
+
+    def _on_evict(self, evicted: Evicted) -> None:
+        if self.tiers is not None:
+            self.tiers.save(evicted)
+
+
+def weights_digest(model: KimiK3ForCausalLM) -> str:
+    """Tells models apart that differ in their weights or adapters: names, dtypes and 64 values of each tensor."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        flat = tensor.detach().reshape(-1)
+        if flat.is_meta:  # offloaded: told apart by the others alone
+            continue
+        picked = flat[:: max(1, flat.numel() // 64)][:64]
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(picked.cpu().contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def _common_blocks(a: Sequence[bytes], b: Sequence[bytes]) -> int:
+    """Whole blocks that two prompts share: their digests agree up to a point and never after it."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[middle - 1] == b[middle - 1]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _common_tokens(a: Sequence[int], b: Sequence[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+
+
+def _logprobs(logits_V: Tensor, token: int, count: int) -> TokenLogprobs:
+    values_V = torch.log_softmax(logits_V.double(), -1)
+    best = values_V.topk(min(count, values_V.shape[0])) if count else None
+    top = {} if best is None else dict(zip(best.indices.tolist(), best.values.tolist()))
+    return TokenLogprobs(float(values_V[token]), top)
+
+
+def _free_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0] * 0.9)
+    with open("/proc/meminfo") as file:
+        fields = dict(line.split(":") for line in file)
+    return int(int(fields["MemAvailable"].split()[0]) * 1024 * AUTO_SHARE)

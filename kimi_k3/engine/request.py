@@ -1,0 +1,130 @@
+"""One request: what was asked, what is known of it, and where its past lies."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from kimi_k3.engine.prefix_index import Snapshot
+from kimi_k3.generation import StopText
+from kimi_k3.sampling import SamplingParams
+
+
+@dataclass
+class TokenLogprobs:
+    """Natural-log probabilities under the unfiltered distribution: of the token, and of the best ones."""
+
+    token: float
+    top: dict[int, float]
+
+
+@dataclass
+class RequestOutput:
+    """What one request gained in one step.
+
+    finish_reason: None while it goes on; "stop" (an end id), "stop_string", "length", "abort", "timeout" or "error".
+    """
+
+    rid: int
+    token_ids: list[int]
+    text: str = ""
+    finish_reason: str | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    error: str | None = None
+
+
+@dataclass
+class GenerationResult:
+    """A finished request.
+
+    token_ids: generated, the end id included.     text: without it; "" where the generator has no tokenizer.
+    reused_tokens: tokens of the prompt that did not run through the layers.
+    metrics: seconds (queue_s, first_token_s, total_s) and counts (preemptions, replayed_tokens).
+    samples: all samples of the prompt where n > 1, this one first.
+    """
+
+    rid: int
+    token_ids: list[int]
+    text: str
+    finish_reason: str
+    reused_tokens: int
+    metrics: dict[str, float]
+    logprobs: list[TokenLogprobs] | None = None
+    error: str | None = None
+    samples: list[GenerationResult] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Request:
+    rid: int
+    prompt: list[int]
+    params: SamplingParams
+    seed: int
+    priority: int
+    root: bytes  # of its prefix keys
+    chain: list[bytes]  # digests of the prompt's whole blocks
+    boundaries: frozenset[int]  # positions whose state may be asked for again
+    deadline: float
+    embeds: Tensor | None  # [len(prompt), D] where images take part
+    ends: frozenset[int]
+    decoder: Any
+    shown: StopText
+    parent: int | None = None  # the first of several samples
+
+    tokens: list[int] = field(default_factory=list)
+    done: int = 0  # tokens that ran, or whose result was reused
+    slot: int = -1
+    read_from: Snapshot | None = None  # the state to start from, until the first piece has run
+    table: list[int] = field(default_factory=list)  # block handles
+    wanted: list[int] = field(default_factory=list)  # positions to snapshot, increasing
+    stride: int = 0  # between snapshots while decoding; 0: none
+    saved: list[Snapshot] = field(default_factory=list)  # taken, not yet published
+    hidden: Tensor | None = None  # of an exact repeat: the logits come from it
+    has_prefilled: bool = False
+
+    reuse: int = 0  # what the index would give now
+    reuse_version: int = -1
+    reuse_shared: int = 0
+    fetch: Any = None  # a running read from the tiers
+    fetch_keys: list[str] = field(default_factory=list)
+    fetched: dict[str, Any] = field(default_factory=dict)
+    fetch_position: int = 0  # of the state that is fetched
+    fetch_first: int = 0  # the first block that is fetched with it
+    missed_positions: set[int] = field(default_factory=set)  # asked of the tiers in vain
+    fetch_state: str = "none"
+    fetch_bytes: int = 0
+    waits_for: int | None = None
+    waited_for: set[int] = field(default_factory=set)
+    last_step: int = 0
+    admitted_step: int = 0
+    is_parked: bool = False
+
+    reused_tokens: int = 0
+    preemptions: int = 0
+    replayed_tokens: int = 0
+    added_at: float = field(default_factory=time.monotonic)
+    admitted_at: float = 0.0
+    first_token_at: float = 0.0
+    last_token_at: float = 0.0
+    text: str = ""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+    error: str | None = None
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt)
+
+    @property
+    def is_running(self) -> bool:
+        return self.slot >= 0
+
+    @property
+    def is_decoding(self) -> bool:
+        return self.done >= len(self.prompt) and len(self.tokens) - self.done <= 1
+
+    @property
+    def generated(self) -> list[int]:
+        return self.tokens[len(self.prompt) :]

@@ -1,0 +1,190 @@
+"""Between the prefix index and the tiers: what is evicted is stored, what a request misses is fetched and put back.
+
+An entry is a latent block or some heads of a state, under the digest of all tokens up to its end. So a parked request, a
+later turn and another process find the same entries, and whatever goes wrong with one is a counted miss and a recompute.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from kimi_k3.engine.device_pools import DevicePools
+from kimi_k3.engine.page_pool import PagePool
+from kimi_k3.engine.prefix_index import Evicted, Node, PrefixIndex, Snapshot, chain
+from kimi_k3.engine.request import Request
+from kimi_k3.engine.tier_transfers import TierStack
+
+MAX_PROBES = 64  # positions of a prompt that are looked for in the tiers
+
+
+class TierStore:
+    """
+    Args:
+        tiers: nearest first.     pools, pool, index: the generator's.
+    """
+
+    def __init__(self, tiers: Sequence[Any], pools: DevicePools, pool: PagePool, index: PrefixIndex) -> None:
+        self.stack = TierStack(tiers)
+        self.pools, self.pool, self.index = pools, pool, index
+        self.block_size = pools.layout.block_size
+        self.slices = pools.head_slices()
+        self.counts: Counter[str] = Counter()
+
+    # Out: from the index to the tiers.
+
+    def save(self, evicted: Evicted) -> None:
+        """Store a snapshot and the blocks before it, where they are not stored yet. Copies first: the memory goes away."""
+        snapshot = evicted.snapshot
+        for node in evicted.path:
+            if node.end <= snapshot.position:
+                if not node.is_stored:
+                    self._store_block(node, node.key, len(node.tokens))
+                    node.is_stored = True
+            elif not snapshot.is_stored:  # its last block is stored up to its position
+                self._store_block(node, _key_in(node, snapshot.position), snapshot.position - node.start)
+        if not snapshot.is_stored:
+            key = _key_in(evicted.node, snapshot.position)
+            for heads in self.slices:
+                self.stack.store(_slice_name(key, heads), self.pools.read_slot(snapshot.slot, heads))
+            snapshot.is_stored = True
+            self.counts["stored_snapshots"] += 1
+
+    def _store_block(self, node: Node, key: bytes, rows: int) -> None:
+        self.stack.store(_block_name(key), self.pools.read_block(self.pool.places[node.block], rows))
+        self.counts["stored_blocks"] += 1
+
+    # In: from the tiers to the index.
+
+    def look_up(self, request: Request) -> None:
+        """Find the deepest state in the tiers that lies beyond what the index has for a waiting request."""
+        limit = len(request.tokens) - 1
+        edges = {b - shift for b in request.boundaries for shift in (0, 1)}
+        edges.add(limit)
+        near = range(limit // self.block_size * self.block_size, 0, -self.block_size)
+        positions = sorted({p for p in edges if request.reuse < p <= limit}, reverse=True)[: MAX_PROBES // 2]
+        positions += [p for p in near if p > request.reuse][: MAX_PROBES // 2]
+        keys = self._keys(request)
+        for position in sorted(set(positions), reverse=True):
+            key = self._key_at(request, keys, position)
+            if position in request.missed_positions or self.stack.find(_slice_name(key, self.slices[0])) is None:
+                continue
+            first = request.reuse // self.block_size  # blocks before it are on the device
+            names = [_block_name(keys[i]) for i in range(first, position // self.block_size)]
+            if position % self.block_size:
+                names.append(_block_name(key))
+            request.fetch_keys = names + [_slice_name(key, heads) for heads in self.slices]
+            request.fetch_position, request.fetch_first = position, first
+            request.fetch_bytes = len(names) * self.pools.layout.block_bytes + self.pools.layout.slot_bytes
+            request.fetch_state = "absent"
+            return
+
+    def _keys(self, request: Request) -> list[bytes]:
+        """Digests of the whole blocks of all tokens known."""
+        keys = list(request.chain)
+        for start in range(len(keys) * self.block_size, len(request.tokens) - self.block_size + 1, self.block_size):
+            keys.append(chain(keys[-1] if keys else request.root, request.tokens[start : start + self.block_size]))
+        return keys
+
+    def _key_at(self, request: Request, keys: list[bytes], position: int) -> bytes:
+        whole = position // self.block_size
+        key = keys[whole - 1] if whole else request.root
+        rest = request.tokens[whole * self.block_size : position]
+        return chain(key, rest) if rest else key
+
+    def prefetch(self, request: Request) -> None:
+        if request.fetch_state == "absent":
+            request.fetch = self.stack.fetch(request.fetch_keys)
+            request.fetch_state = "pending"
+            self.counts["fetches"] += 1
+
+    def poll(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            if request.fetch_state == "pending" and request.fetch.done():
+                request.fetch_state, request.fetched = "ready", request.fetch.results()
+                if request.fetch.failures:
+                    for reason in request.fetch.failures.values():
+                        self.counts[f"miss_{reason}"] += 1
+                    self._give_up(request)
+
+    def _give_up(self, request: Request) -> None:
+        """That position is not to be had: a shallower one may be."""
+        request.missed_positions.add(request.fetch_position)
+        self.cancel(request)
+        request.reuse_version = -1
+
+    def cancel(self, request: Request) -> None:
+        if request.fetch is not None:
+            request.fetch.cancel()
+        request.fetch, request.fetch_keys, request.fetched = None, [], {}
+        request.fetch_state, request.fetch_bytes = "none", 0
+
+    def install(
+        self, request: Request, new_slot: Callable[[], int | None], new_block: Callable[[], int | None]
+    ) -> None:
+        """Put what was fetched into the index. Where memory is short nothing changes, and the next admission tries again."""
+        position, first = request.fetch_position, request.fetch_first
+        match = self.index.match(request.root, request.tokens)
+        if match.position >= position:  # another request brought it back meanwhile
+            self.cancel(request)
+            return
+        held = [node.block for node in match.path][:first]
+        if len(held) < first:  # what lay on the device has been evicted since: look again
+            self.cancel(request)
+            request.reuse_version = -1
+            return
+        for block in held:
+            self.pool.share_block(block)
+        slot = new_slot()
+        while slot is not None and len(held) * self.block_size < position:
+            block = new_block()
+            if block is None:
+                self.pool.free_slot(slot)
+                slot = None
+            else:
+                held.append(block)
+        if slot is not None:
+            names = iter(request.fetch_keys)
+            try:
+                for block in held[first:]:
+                    self.pools.write_block(self.pool.places[block], request.fetched[next(names)])
+                for heads in self.slices:
+                    self.pools.write_slot(slot, heads, request.fetched[next(names)])
+            except (KeyError, ValueError):  # an entry of another shape: not ours, whatever its name
+                self.counts["miss_foreign"] += 1
+                self.pool.free_slot(slot)
+                self._give_up(request)
+            else:
+                restored = Snapshot(position, slot, is_end=True, is_stored=True)
+                self.counts["restored_tokens"] += position - request.reuse
+                self.index.publish(request.root, request.tokens[:position], held, [restored])
+                self.cancel(request)
+        for block in held:
+            self.pool.free_block(block)
+
+    def close(self, entries: Iterable[Evicted]) -> None:
+        """Store what is left where a tier outlives this process, and end the threads."""
+        if any(tier.is_shared for tier in self.stack.tiers):
+            for entry in entries:
+                self.save(entry)
+        self.stack.flush()
+        self.stack.close()
+
+    def stats(self) -> dict[str, Any]:
+        return {**self.counts, "by_tier": self.stack.stats()}
+
+
+def _key_in(node: Node, position: int) -> bytes:
+    if position == node.end:
+        return node.key
+    assert node.parent is not None
+    return chain(node.parent.key, node.tokens[: position - node.start])
+
+
+def _block_name(key: bytes) -> str:
+    return f"{key.hex()}-b"
+
+
+def _slice_name(key: bytes, heads: tuple[int, int]) -> str:
+    return f"{key.hex()}-s-{heads[0]}-{heads[1]}"

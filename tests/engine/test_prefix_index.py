@@ -1,0 +1,166 @@
+"""The prefix index against a list of what was published, and its policy at K3's sizes, on numbers alone."""
+
+import random
+
+import pytest
+
+from kimi_k3.engine.page_pool import PagePool
+from kimi_k3.engine.prefix_index import PrefixIndex, Snapshot, choose_stride, key_at
+
+BLOCK = 4
+
+
+def make_index(pages=64, per_page=2, block=BLOCK, slot_bytes=8, block_bytes=4, **options):
+    pool = PagePool(pages, per_page)
+    return pool, PrefixIndex(pool, block, slot_bytes, block_bytes, **options)
+
+
+def publish(index, pool, tokens, positions, root=b"r", ends=(), hidden=()):
+    blocks = [pool.add_block() for _ in range(-(-len(tokens) // index.block_size))]
+    snapshots = [Snapshot(p, pool.add_slot(), p in ends, "hidden" if p in hidden else None) for p in positions]
+    assert None not in blocks and all(s.slot is not None for s in snapshots)
+    index.publish(root, tokens, blocks, snapshots)
+    for block in blocks:
+        pool.free_block(block)
+    return snapshots
+
+
+def common(a, b):
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+
+
+def test_matches_equal_a_search_through_all_that_was_published():
+    rng = random.Random(0)
+    pool, index = make_index(pages=600)
+    known = []
+    for _ in range(60):
+        base = list(rng.choice(known)[0][: rng.randrange(20)]) if known and rng.random() < 0.7 else []
+        tokens = base + [rng.randrange(3) for _ in range(rng.randrange(1, 20))]
+        positions = sorted(rng.sample(range(1, len(tokens) + 1), min(len(tokens), rng.randrange(1, 4))))
+        publish(index, pool, tokens, positions)
+        known.append((tokens[: positions[-1]], positions))
+        for _ in range(5):
+            prompt = list(rng.choice(known)[0])[: rng.randrange(1, 24)] + [rng.randrange(3) for _ in range(3)]
+            match = index.match(b"r", prompt)
+            deepest = max(common(tokens, prompt) for tokens, _ in known)
+            states = [p for tokens, places in known for p in places if p <= common(tokens, prompt) and p < len(prompt)]
+            assert match.matched == deepest
+            assert match.position == max(states, default=0)
+            assert [n.start for n in match.path] == list(range(0, match.position, BLOCK))
+            assert [t for n in match.path for t in n.tokens][: match.position] == prompt[: match.position]
+    used = index.num_blocks, index.num_snapshots
+    assert pool.num_blocks == used[0] and pool.num_slots == used[1]  # the index holds one reference to each, no more
+    index.clear()
+    assert pool.num_blocks == pool.num_slots == 0 and index.match(b"r", known[0][0]).matched == 0
+
+
+def test_roots_share_nothing():
+    pool, index = make_index()
+    publish(index, pool, [1, 2, 3, 4, 5], [4], root=b"image A")
+    assert index.match(b"image B", [1, 2, 3, 4, 5]).matched == 0
+    assert index.match(b"image A", [1, 2, 3, 4, 5]).position == 4
+    index.forget(b"image A")
+    assert pool.num_slots == pool.num_blocks == 0
+
+
+def test_four_whole_blocks_and_one_more_token_reuse_four():
+    pool, index = make_index()
+    prompt = list(range(4 * BLOCK))
+    publish(index, pool, prompt, [4 * BLOCK], ends=[4 * BLOCK], hidden=[4 * BLOCK])
+    assert index.match(b"r", [*prompt, 99]).position == 4 * BLOCK
+    assert index.match(b"r", prompt).position == 4 * BLOCK  # whole: the last hidden vector is there
+    assert index.match(b"r", prompt[:-1]).position == 0  # there is no state inside
+
+
+def test_without_the_hidden_vector_the_last_token_runs_again():
+    pool, index = make_index()
+    publish(index, pool, list(range(8)), [4, 8])
+    assert index.match(b"r", list(range(8))).position == 4
+
+
+def test_misses_say_why():
+    pool, index = make_index()
+    publish(index, pool, list(range(10)), [6, 10])
+    assert index.match(b"r", [7, 7, 7]).miss == "unknown_prefix"
+    assert index.match(b"r", [0, 1, 2, 3, 99]).miss == "no_state"
+    assert index.match(b"r", [*range(9), 99]).miss == "state_before_match"
+    assert index.match(b"r", [*range(10), 99]).miss == ""
+
+
+def test_a_longer_block_takes_the_place_of_a_shorter_one_and_keeps_its_states():
+    pool, index = make_index()
+    publish(index, pool, [1, 2], [2])
+    publish(index, pool, [1, 2, 3, 4, 5, 6], [6])
+    assert index.num_blocks == 2 and index.match(b"r", [1, 2, 9]).position == 2
+    assert index.match(b"r", [1, 2, 3, 4, 5, 6, 7]).position == 6
+
+
+def test_blocks_past_the_last_state_are_not_kept():
+    pool, index = make_index()
+    publish(index, pool, list(range(20)), [5])
+    assert index.num_blocks == 2 == pool.num_blocks
+    index.drop(next(iter(index._snapshots)))
+    assert pool.num_blocks == 0
+
+
+def test_a_pinned_snapshot_is_not_evicted():
+    pool, index = make_index()
+    (snapshot,) = publish(index, pool, [1, 2, 3], [3])
+    snapshot.pins = 1
+    assert not index.evict() and index.num_snapshots == 1
+    snapshot.pins = 0
+    assert index.evict() and pool.num_slots == 0
+
+
+def test_what_was_used_lately_stays():
+    pool, index = make_index(slot_bytes=1, block_bytes=100)
+    publish(index, pool, [1] * 8, [8], ends=[8])
+    publish(index, pool, [2] * 8, [8], ends=[8])
+    for _ in range(3):
+        index.touch(index.match(b"r", [*[1] * 8, 5]))
+    index.evict()
+    assert index.match(b"r", [*[1] * 8, 5]).position == 8 and index.match(b"r", [*[2] * 8, 5]).position == 0
+
+
+def test_evicted_entries_are_handed_out_while_their_memory_is_theirs():
+    seen = []
+    pool, index = make_index()
+    index.on_evict = lambda e: seen.append((e.snapshot.position, [pool.references[n.block] for n in e.path]))
+    publish(index, pool, list(range(6)), [6])
+    index.evict()
+    assert seen == [(6, [1, 1])]
+
+
+K3_SLOT, K3_TOKEN = 434_110_464, 27_648  # bytes: 69 KDA layers' states and windows; 24 MLA layers' latents
+
+
+@pytest.mark.parametrize(
+    ("tokens", "snapshots", "worst_replay"), [(131_072, 8, 16_384), (1_048_576, 66, 16_384), (12_000, 1, 12_000)]
+)
+def test_under_pressure_snapshots_weigh_no_more_than_latents_at_k3_sizes(tokens, snapshots, worst_replay):
+    """And the end of the last message is kept: its next turn replays nothing."""
+    pool, index = make_index(pages=40_000, per_page=246, block=64, slot_bytes=K3_SLOT, block_bytes=64 * K3_TOKEN)
+    prompt = list(range(tokens))
+    grid = 1024
+    places = sorted({*range(grid, tokens + 1, grid), tokens})
+    publish(index, pool, prompt, places, ends=[tokens], hidden=[tokens])
+    while index.num_snapshots * K3_SLOT > max(K3_SLOT, tokens * K3_TOKEN):
+        index.evict()
+    kept = sorted(s.position for s in index._snapshots)
+    assert len(kept) <= snapshots and kept[-1] == tokens
+    assert max(b - a for a, b in zip([0, *kept], kept)) <= worst_replay
+    assert index.match(b"r", [*prompt, -1]).position == tokens
+
+
+def test_the_grid_is_chosen_to_fit():
+    assert choose_stride(800, 100) == 64
+    assert choose_stride(131_072, 131_072 * K3_TOKEN // K3_SLOT) == 16_384
+    assert choose_stride(1_048_576, 1_048_576 * K3_TOKEN // K3_SLOT) == 16_384
+    assert choose_stride(63, 10) == choose_stride(1000, 0) == 0
+
+
+def test_keys_name_every_token_before_them():
+    tokens = list(range(200))
+    keys = {key_at(b"r", tokens, n, 64) for n in range(1, 201)}
+    assert len(keys) == 200
+    assert key_at(b"r", [1, *tokens[1:]], 150, 64) not in keys and key_at(b"s", tokens, 150, 64) not in keys

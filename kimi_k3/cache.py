@@ -28,6 +28,10 @@ class PackedBatch(NamedTuple):
     block_tables: Tensor  # [N, B] int32: each sequence's latent blocks, in order
     latent_rows: Tensor | None  # [T] int64: rows of the flattened latent pool for the new tokens; None: not kept
     is_decode: bool  # exactly one new token for each sequence, and a cache
+    # The KDA layers' states and windows after packed row export_at - 1 also go to the slots export_slots.
+    export_at: Tensor | None = None  # [X] int64 in 1..T: packed rows that have run; None: no exports
+    export_slots: Tensor | None = None  # [X] int64; -1: nowhere
+    is_invariant: bool = False  # see `batch_by_tokens`
 
 
 def batch_without_cache(lengths: list[int], device: torch.device) -> PackedBatch:
@@ -43,6 +47,21 @@ def batch_without_cache(lengths: list[int], device: torch.device) -> PackedBatch
         block_tables=lens.new_zeros((count, 2)),
         latent_rows=None,
         is_decode=False,
+    )
+
+
+def batch_by_tokens(batch: PackedBatch, num_tokens: int) -> PackedBatch:
+    """The same batch for layers in which every token has one arithmetic: `block_tables` and `kv_lens` are each token's.
+
+    Raises: ValueError for a batch without a latent pool: a token's own latent is read from there too.
+    """
+    if batch.latent_rows is None:
+        raise ValueError("batch-invariant mode: want a batch with latent_rows (a cache), got None")
+    rows_T = torch.arange(num_tokens, dtype=torch.int32, device=batch.cu_seqlens.device)
+    sequence_T = torch.searchsorted(batch.cu_seqlens[1:].contiguous(), rows_T, right=True)
+    kv_lens_T = batch.past_lens[sequence_T] + rows_T - batch.cu_seqlens[sequence_T] + 1
+    return batch._replace(
+        kv_lens=kv_lens_T, block_tables=batch.block_tables[sequence_T], is_decode=False, is_invariant=True
     )
 
 

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kimi_k3.cache import KimiK3Cache, PackedBatch, batch_without_cache, make_pools
+from kimi_k3.cache import KimiK3Cache, PackedBatch, batch_by_tokens, batch_without_cache, make_pools
 from kimi_k3.compilation import INDUCTOR_OPTIONS, mark_dynamic_sizes, symbolic_shapes
 from kimi_k3.configuration_kimi_k3 import KimiK3Config, KimiK3TextConfig
 from kimi_k3.layers.attn_res import depth_table, empty_bank, mix, seal
@@ -90,9 +90,9 @@ class KimiK3DecoderLayer(nn.Module):
         x = mix(running_sum, bank, sealed_after, self.mlp_res_norm, self.mlp_res_proj)
         x = self.post_attention_layernorm(x)
         if self.is_moe:
-            out, router_logits = self.block_sparse_moe(x, batch.is_decode)
+            out, router_logits = self.block_sparse_moe(x, batch.is_decode, batch.is_invariant)
             return running_sum + out, router_logits
-        return running_sum + self.mlp(x, batch.is_decode), None
+        return running_sum + self.mlp(x, batch.is_decode, batch.is_invariant), None
 
 
 class KimiK3Model(nn.Module):
@@ -112,6 +112,7 @@ class KimiK3Model(nn.Module):
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self._depths: Tensor | None = None
         self.has_compiled_layers = False
+        self.is_batch_invariant = False  # set by KimiK3ForCausalLM.set_batch_invariant
 
     def _depth_rows(self, device: torch.device) -> Tensor:
         if self._depths is None or self._depths.device != device:
@@ -130,6 +131,10 @@ class KimiK3Model(nn.Module):
         Returns: (running_sum, bank [M, T, D], the running sum after each layer, the router logits [T, E] of each MoE
             layer). At the last stage `final_hidden` turns the first two into the lm_head's input.
         """
+        if self.is_batch_invariant:
+            if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters()):
+                raise NotImplementedError("batch-invariant mode has no gradient: run it under torch.no_grad()")
+            batch = batch_by_tokens(batch, running_sum.shape[0])
         start = self.layer_range.start
         sealed = self.config.num_sealed_blocks(start)
         if (0 if bank is None else bank.shape[0]) != sealed:
@@ -271,13 +276,17 @@ class KimiK3ForCausalLM(nn.Module):
             embeds = layout.pack(inputs_embeds)
 
         config, device = self.config.text_config, embeds.device
+        is_invariant = self.model.is_batch_invariant
         if past_key_values is None and use_cache:
             past_key_values = self.make_cache(len(layout.lengths))
-        if past_key_values is None:
+        cache = past_key_values
+        if cache is None and is_invariant:  # a token's latents are always read from a pool; this one is dropped again
+            cache = self.make_cache(len(layout.lengths))
+        if cache is None:
             batch = batch_without_cache(layout.lengths, device)
             pools = {i: make_pools(config, i, 2, 2, 1, embeds.dtype, device) for i in self.model.layer_range}
         else:
-            batch, pools = past_key_values.prepare(layout.lengths), past_key_values.pools
+            batch, pools = cache.prepare(layout.lengths), cache.pools
         running_sum, bank, sums, router_logits = self.model(embeds, batch, pools)
         if past_key_values is not None:
             past_key_values.commit(layout.lengths)
@@ -291,7 +300,7 @@ class KimiK3ForCausalLM(nn.Module):
         else:
             kept = kept.to(device)
             read = self.model.final_hidden(running_sum[kept], bank[:, kept])
-        (logits,) = project(read, [self.lm_head], is_decode=read.shape[0] <= FEW_ROWS)
+        (logits,) = project(read, [self.lm_head], read.shape[0] <= FEW_ROWS, is_invariant)
         loss = None if labels is None else self._loss(logits, labels, layout, kept)
         hidden_states = (embeds, *sums, hidden) if output_hidden_states else None
         return CausalLMOutput(
@@ -333,9 +342,27 @@ class KimiK3ForCausalLM(nn.Module):
         Layers of one kind (dense or MoE, KDA or MLA) share their graphs: for many tokens and for one token of each
         sequence, with one or with more sequences. Every count of tokens, sequences and cache blocks uses the same graphs.
         """
+        self._refuse_compiled_invariance(is_compiled=True, is_invariant=self.model.is_batch_invariant)
         for layer in self.model.layers.values():
             layer.compile(mode=mode, fullgraph=fullgraph, options=INDUCTOR_OPTIONS if mode is None else None)
         self.model.has_compiled_layers = True
+
+    def set_batch_invariant(self, is_invariant: bool = True) -> None:
+        """Give every token one arithmetic: its logits are the same bits whatever rows stand beside it, in whatever piece
+        of a prompt it came, alone or with many, decoded or prefilled (on one machine, in one dtype, by one number of threads).
+
+        KDA runs by the token recurrence, MLA absorbed, every matrix product in rows of their own. Prefill is slower; a
+        decode step nearly as fast. For inference: NotImplementedError where gradients are wanted.
+        """
+        self._refuse_compiled_invariance(self.model.has_compiled_layers, is_invariant)
+        self.model.is_batch_invariant = is_invariant
+
+    @staticmethod
+    def _refuse_compiled_invariance(is_compiled: bool, is_invariant: bool) -> None:
+        if is_compiled and is_invariant:
+            raise NotImplementedError(
+                "set_batch_invariant: want a model without compile_blocks: a compiler orders sums by their sizes"
+            )
 
     def prompt_embeds(self, input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """Embeddings that replace `input_ids` when generating, and the mask that goes with them; None: the ids do."""

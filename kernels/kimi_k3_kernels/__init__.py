@@ -2,7 +2,9 @@
 
 from kimi_k3_kernels import native
 from kimi_k3_kernels.attn_res import attn_res_mix
-from kimi_k3_kernels.kda import kda_chunk, kda_chunk_export, kda_step_
+from kimi_k3_kernels.head_matvec import head_matvec
+from kimi_k3_kernels.kda import kda_chunk, kda_chunk_export, kda_recurrent, kda_recurrent_export, kda_step_
+from kimi_k3_kernels.linear_rows import linear_rows
 from kimi_k3_kernels.matvec import matvec
 from kimi_k3_kernels.mla import mla_decode, mla_prefill
 from kimi_k3_kernels.mxfp4_experts import (
@@ -12,16 +14,20 @@ from kimi_k3_kernels.mxfp4_experts import (
     mxfp4_linear,
     mxfp4_quantize,
 )
-from kimi_k3_kernels.short_conv import short_conv, short_conv_step_
+from kimi_k3_kernels.short_conv import short_conv, short_conv_export, short_conv_step_
 
 native_library = native.load()
 
 __all__ = [
     "attn_res_mix",
     "dense_experts",
+    "head_matvec",
     "kda_chunk",
     "kda_chunk_export",
+    "kda_recurrent",
+    "kda_recurrent_export",
     "kda_step_",
+    "linear_rows",
     "matvec",
     "mla_decode",
     "mla_prefill",
@@ -31,5 +37,6 @@ __all__ = [
     "mxfp4_quantize",
     "native_library",
     "short_conv",
+    "short_conv_export",
     "short_conv_step_",
 ]

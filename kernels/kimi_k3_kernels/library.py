@@ -66,6 +66,39 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
+# Below this many elements torch runs an elementwise function on one thread (at::internal::GRAIN_SIZE).
+_ONE_THREAD = 1 << 15
+# It computes two vectors at a time, at most 64 elements (bfloat16, AVX-512), and what is left by scalar code, whose exp
+# and tanh round differently.
+_TWO_VECTORS = 64
+
+
+def at_once(function: Callable[..., Any], *tensors: Tensor) -> Any:
+    """function(*tensors): what `by_rows` is compared with."""
+    return function(*tensors)
+
+
+def by_rows(function: Callable[..., Any], *tensors: Tensor) -> Any:
+    """`function` of rows [T, ...], so that a row's bits do not depend on T, nor on the number of threads below 32,768
+    elements a row.
+
+    torch's own elementwise functions do not promise that: a row's elements may fall to vector or to scalar code,
+    wherever the threads' shares and the last vector end. Here they run in pieces that end with a row and a vector.
+
+    Args: function: of each row alone, from tensors [t, ...] to a tensor or a tuple of tensors [t, ...].
+    """
+    num_rows = tensors[0].shape[0]
+    widths = [tensor[0].numel() for tensor in tensors] if num_rows else [1]
+    is_whole = all(width % _TWO_VECTORS == 0 for width in widths)
+    count = max(1, (_ONE_THREAD - 1) // max(widths)) if is_whole else 1
+    if num_rows <= count:
+        return function(*tensors)
+    pieces = [function(*piece) for piece in zip(*(tensor.split(count) for tensor in tensors), strict=True)]
+    if isinstance(pieces[0], tuple):
+        return type(pieces[0])(*map(torch.cat, zip(*pieces)))
+    return torch.cat(pieces)
+
+
 def require(condition: bool, op: str, wanted: str, **given: Any) -> None:
     """Raise the one form of error that the public functions use: the op, what was wanted, what came."""
     if not condition:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +13,17 @@ from kimi_k3.cache import PackedBatch
 from kimi_k3.configuration_kimi_k3 import KimiK3TextConfig
 from kimi_k3.layers.linear import project
 from kimi_k3.layers.norm import GatedRMSNorm
-from kimi_k3_kernels import kda_chunk, kda_step_, short_conv, short_conv_step_
-from kimi_k3_kernels.library import compute_dtype
+from kimi_k3_kernels import (
+    kda_chunk,
+    kda_chunk_export,
+    kda_recurrent,
+    kda_recurrent_export,
+    kda_step_,
+    short_conv,
+    short_conv_export,
+    short_conv_step_,
+)
+from kimi_k3_kernels.library import at_once, by_rows, compute_dtype
 
 A_LOG_MULTIPLE = 128  # the release stores A_log with zeros up to a multiple of this
 
@@ -76,31 +86,43 @@ class KimiDeltaAttention(nn.Module):
     def forward(self, x_TD: Tensor, batch: PackedBatch, pools: tuple[Tensor, ...]) -> Tensor:
         state_pool, conv_pool = pools
         slots = (batch.read_slots, batch.write_slots)
+        exports = () if batch.export_at is None else (batch.export_at, batch.export_slots)
+        is_step = batch.is_decode and not exports
+        run = partial(project, is_decode=batch.is_decode, is_invariant=batch.is_invariant)
+        apply = by_rows if batch.is_invariant else at_once
         gate_proj = self.g_proj if self.use_full_rank_gate else self.g_a_proj
         inputs = [self.q_proj, self.k_proj, self.v_proj, self.f_a_proj, self.b_proj, gate_proj]
-        *qkv, decay_TK, beta_logit_TH, gate_TC = project(x_TD, inputs, batch.is_decode)
+        *qkv, decay_TK, beta_logit_TH, gate_TC = run(x_TD, inputs)
         qkv_TC = torch.cat(qkv, dim=-1)
         taps_C1W = torch.cat([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight])
-        if batch.is_decode:
+        if is_step:
             qkv_TC = short_conv_step_(qkv_TC, taps_C1W[:, 0], conv_pool, *slots)
+        elif exports:
+            qkv_TC = short_conv_export(qkv_TC, taps_C1W[:, 0], conv_pool, *slots, batch.cu_seqlens, *exports)
         else:
             qkv_TC = short_conv(qkv_TC, taps_C1W[:, 0], conv_pool, *slots, batch.cu_seqlens)
         q_THK, k_THK, v_THV = qkv_TC.view(-1, 3, self.num_heads, self.head_dim).unbind(1)
-        q_THK = (l2_normalize(q_THK) * self.head_dim**-0.5).to(x_TD.dtype)
-        k_THK = l2_normalize(k_THK).to(x_TD.dtype)
+        q_THK = (apply(l2_normalize, q_THK) * self.head_dim**-0.5).to(x_TD.dtype)
+        k_THK = apply(l2_normalize, k_THK).to(x_TD.dtype)
 
         wide = compute_dtype(x_TD)
-        (decay_TC,) = project(decay_TK, [self.f_b_proj], batch.is_decode)
+        (decay_TC,) = run(decay_TK, [self.f_b_proj])
         logit_TC = decay_TC.to(wide) + self.dt_bias.to(wide)
         A_log_H = self.A_log[: self.num_heads].to(wide)
-        log_decay_THK = log_decay_gate(logit_TC.unflatten(-1, (self.num_heads, -1)), A_log_H, self.gate_lower_bound)
-        beta_TH = torch.sigmoid(beta_logit_TH.to(wide))
+        gate = partial(log_decay_gate, A_log_H=A_log_H, lower_bound=self.gate_lower_bound)
+        log_decay_THK = apply(gate, logit_TC.unflatten(-1, (self.num_heads, -1)))
+        beta_TH = apply(torch.sigmoid, beta_logit_TH.to(wide))
 
-        if batch.is_decode:
-            o_THV = kda_step_(q_THK, k_THK, v_THV, log_decay_THK, beta_TH, state_pool, *slots)
+        tokens = (q_THK, k_THK, v_THV, log_decay_THK, beta_TH)
+        if is_step:
+            o_THV = kda_step_(*tokens, state_pool, *slots)
+        elif exports:
+            scan = kda_recurrent_export if batch.is_invariant else kda_chunk_export
+            o_THV = scan(*tokens, state_pool, *slots, batch.cu_seqlens, *exports)
         else:
-            o_THV = kda_chunk(q_THK, k_THK, v_THV, log_decay_THK, beta_TH, state_pool, *slots, batch.cu_seqlens)
+            scan = kda_recurrent if batch.is_invariant else kda_chunk
+            o_THV = scan(*tokens, state_pool, *slots, batch.cu_seqlens)
         if not self.use_full_rank_gate:
-            (gate_TC,) = project(gate_TC, [self.g_b_proj], batch.is_decode)
-        normed_THV = self.o_norm(o_THV, gate_TC.reshape(o_THV.shape))
-        return project(normed_THV.flatten(1), [self.o_proj], batch.is_decode)[0]
+            (gate_TC,) = run(gate_TC, [self.g_b_proj])
+        normed_THV = apply(self.o_norm, o_THV, gate_TC.reshape(o_THV.shape))
+        return run(normed_THV.flatten(1), [self.o_proj])[0]

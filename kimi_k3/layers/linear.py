@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kimi_k3_kernels import matvec
+from kimi_k3_kernels import linear_rows, matvec
+
+ROW_BLOCK = 16
 
 
-def project(x_TD: Tensor, projections: list[nn.Linear], is_decode: bool) -> list[Tensor]:
+def project(
+    x_TD: Tensor, projections: list[nn.Linear], is_decode: bool, is_invariant: bool = False
+) -> list[Tensor]:  # fmt: skip
     """Each projection of x. In a decode step on a CPU one op reads all their weights, at memory speed.
 
     Only plain linear layers without bias take the op: a quantised, wrapped or offloaded one is called as it is.
+    is_invariant: a row's bits do not depend on the others.
     """
+    if is_invariant:
+        if not all(map(_is_plain, projections)):
+            return [_in_blocks(projection, x_TD) for projection in projections]
+        out_TC = linear_rows(x_TD, [projection.weight for projection in projections])
+        return list(out_TC.split([projection.out_features for projection in projections], dim=-1))
     if is_decode and x_TD.device.type == "cpu" and not torch.is_grad_enabled() and all(map(_is_plain, projections)):
         out_TC = matvec(x_TD, [projection.weight for projection in projections])
         return list(out_TC.split([projection.out_features for projection in projections], dim=-1))
     return [projection(x_TD) for projection in projections]
+
+
+def _in_blocks(projection: nn.Linear, x_TD: Tensor) -> Tensor:
+    """A projection of any kind, in blocks of one size: the order of its sums may depend on the number of rows."""
+    blocks = F.pad(x_TD, (0, 0, 0, -x_TD.shape[0] % ROW_BLOCK)).split(ROW_BLOCK)
+    return torch.cat([projection(block.clone()) for block in blocks])[: x_TD.shape[0]]
 
 
 def _is_plain(projection: nn.Linear) -> bool:

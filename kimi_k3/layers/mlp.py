@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor, nn
 
 from kimi_k3.configuration_kimi_k3 import KimiK3TextConfig
 from kimi_k3.layers.linear import project
+from kimi_k3_kernels.library import at_once, by_rows
 from kimi_k3_kernels.mxfp4_experts.reference import situ
 
 
@@ -19,6 +22,8 @@ class KimiK3MLP(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, config.hidden_size, bias=False)
         self.beta, self.linear_beta = config.situ_betas
 
-    def forward(self, x_TD: Tensor, is_decode: bool = False) -> Tensor:
-        gate_TF, up_TF = project(x_TD, [self.gate_proj, self.up_proj], is_decode)
-        return project(situ(gate_TF, up_TF, self.beta, self.linear_beta), [self.down_proj], is_decode)[0]
+    def forward(self, x_TD: Tensor, is_decode: bool = False, is_invariant: bool = False) -> Tensor:
+        gate_TF, up_TF = project(x_TD, [self.gate_proj, self.up_proj], is_decode, is_invariant)
+        apply = by_rows if is_invariant else at_once
+        hidden_TF = apply(partial(situ, beta=self.beta, linear_beta=self.linear_beta), gate_TF, up_TF)
+        return project(hidden_TF, [self.down_proj], is_decode, is_invariant)[0]

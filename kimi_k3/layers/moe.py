@@ -12,8 +12,8 @@ from kimi_k3.configuration_kimi_k3 import KimiK3TextConfig
 from kimi_k3.layers.linear import project
 from kimi_k3.layers.mlp import KimiK3MLP
 from kimi_k3.layers.norm import RMSNorm
-from kimi_k3_kernels import dense_experts, matvec, mxfp4_experts
-from kimi_k3_kernels.library import compute_dtype
+from kimi_k3_kernels import dense_experts, linear_rows, matvec, mxfp4_experts
+from kimi_k3_kernels.library import at_once, by_rows, compute_dtype
 
 
 class Routing(NamedTuple):
@@ -31,12 +31,17 @@ class KimiK3Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
         self.e_score_correction_bias = nn.Parameter(torch.zeros(config.num_experts), requires_grad=False)
 
-    def forward(self, x_TD: Tensor, is_decode: bool = False) -> Routing:
+    def forward(self, x_TD: Tensor, is_decode: bool = False, is_invariant: bool = False) -> Routing:
         wide = compute_dtype(x_TD)
-        if is_decode and x_TD.device.type == "cpu" and not torch.is_grad_enabled():
+        if is_invariant:
+            logits_TE = linear_rows(x_TD.to(wide), [self.weight])
+        elif is_decode and x_TD.device.type == "cpu" and not torch.is_grad_enabled():
             logits_TE = matvec(x_TD.to(wide), [self.weight])  # widens the weight as it reads it
         else:
             logits_TE = F.linear(x_TD.to(wide), self.weight.to(wide))
+        return (by_rows if is_invariant else at_once)(self._choose, logits_TE)
+
+    def _choose(self, logits_TE: Tensor) -> Routing:
         scores_TE = torch.sigmoid(logits_TE)
         choice_TE = self._keep_best_groups(scores_TE + self.e_score_correction_bias)
         topk_ids_TA = choice_TE.topk(self.config.num_experts_per_token, dim=-1, sorted=False).indices
@@ -109,10 +114,10 @@ class KimiK3SparseMoE(nn.Module):
         self.routed_expert_up_proj = nn.Linear(latent, hidden, bias=False)
         self.shared_experts = KimiK3MLP(config, config.num_shared_experts * config.moe_intermediate_size)
 
-    def forward(self, x_TD: Tensor, is_decode: bool = False) -> tuple[Tensor, Tensor]:
+    def forward(self, x_TD: Tensor, is_decode: bool = False, is_invariant: bool = False) -> tuple[Tensor, Tensor]:
         """[T, D] -> [T, D], and the router's logits [T, E]."""
-        routing = self.gate(x_TD, is_decode)
-        (latent_TL,) = project(x_TD, [self.routed_expert_down_proj], is_decode)
+        routing = self.gate(x_TD, is_decode, is_invariant)
+        (latent_TL,) = project(x_TD, [self.routed_expert_down_proj], is_decode, is_invariant)
         routed_TL = self.routed_expert_norm(self.experts(latent_TL, routing))
-        (routed_TD,) = project(routed_TL, [self.routed_expert_up_proj], is_decode)
-        return routed_TD + self.shared_experts(x_TD, is_decode), routing.logits
+        (routed_TD,) = project(routed_TL, [self.routed_expert_up_proj], is_decode, is_invariant)
+        return routed_TD + self.shared_experts(x_TD, is_decode, is_invariant), routing.logits

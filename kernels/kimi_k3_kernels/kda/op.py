@@ -11,6 +11,8 @@ from kimi_k3_kernels.kda.reference import (
     kda_chunk_backward_reference,
     kda_chunk_export_reference,
     kda_chunk_reference,
+    kda_recurrent_pool_export_reference,
+    kda_recurrent_pool_reference,
     kda_step_reference,
 )
 from kimi_k3_kernels.library import define_gradient, define_op, require
@@ -32,6 +34,16 @@ kda_chunk_export_op = define_op(
     kda_chunk_export_reference,
     lambda q, k, v, *_: _like(v),
 )
+kda_recurrent_op = define_op(
+    f"kda_recurrent({_INPUTS}, {_POOL}, Tensor cu_seqlens) -> Tensor",
+    kda_recurrent_pool_reference,
+    lambda q, k, v, *_: _like(v),
+)
+kda_recurrent_export_op = define_op(
+    f"kda_recurrent_export({_INPUTS}, {_POOL}, Tensor cu_seqlens, Tensor export_at, Tensor export_slots) -> Tensor",
+    kda_recurrent_pool_export_reference,
+    lambda q, k, v, *_: _like(v),
+)
 kda_step_op = define_op(f"kda_step_({_INPUTS}, {_POOL}) -> Tensor", kda_step_reference, lambda q, k, v, *_: _like(v))
 kda_chunk_backward_op = define_op(
     f"kda_chunk_backward(Tensor grad, {_INPUTS}, Tensor state, Tensor cu_seqlens)"
@@ -50,7 +62,13 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
     return kda_chunk_backward_op(grad.contiguous(), *ctx.saved_tensors)
 
 
+def _refuse(ctx: Any, inputs: tuple[Any, ...]) -> None:
+    raise NotImplementedError("kda_recurrent has no gradient: it is for inference, under torch.no_grad(); want kda_chunk")
+
+
 define_gradient(kda_chunk_op, (0, 1, 2, 3, 4), _save, _backward)
+for _op in (kda_recurrent_op, kda_recurrent_export_op):
+    define_gradient(_op, (0, 1, 2, 3, 4), _refuse, _backward)
 
 
 def _check(
@@ -76,6 +94,14 @@ def _check(
         read_slots.ndim == 1 and read_slots.shape == write_slots.shape
         and not read_slots.is_floating_point() and not write_slots.is_floating_point(),
         op, "read_slots and write_slots [N], integers", read_slots=read_slots, write_slots=write_slots,
+    )  # fmt: skip
+
+
+def _check_exports(op: str, cu_seqlens: Tensor, read_slots: Tensor, export_at: Tensor, export_slots: Tensor) -> None:
+    require(
+        cu_seqlens.shape == (read_slots.shape[0] + 1,) and export_at.ndim == 1 and export_at.shape == export_slots.shape,
+        op, "cu_seqlens [N + 1], read_slots [N], export_at and export_slots [X]",
+        cu_seqlens=cu_seqlens, read_slots=read_slots, export_at=export_at, export_slots=export_slots,
     )  # fmt: skip
 
 
@@ -122,14 +148,46 @@ def kda_chunk_export(
     No gradient: states are exported when serving.
     """
     _check("kda_chunk_export", q, k, v, log_decay, beta, state_pool, read_slots, write_slots)
-    require(
-        cu_seqlens.shape == (read_slots.shape[0] + 1,) and export_at.ndim == 1 and export_at.shape == export_slots.shape,
-        "kda_chunk_export", "cu_seqlens [N + 1], read_slots [N], export_at and export_slots [X]",
-        cu_seqlens=cu_seqlens, read_slots=read_slots, export_at=export_at, export_slots=export_slots,
-    )  # fmt: skip
+    _check_exports("kda_chunk_export", cu_seqlens, read_slots, export_at, export_slots)
     return kda_chunk_export_op(
         q, k, v, log_decay, beta, state_pool, read_slots, write_slots, cu_seqlens, export_at, export_slots
     )
+
+
+def kda_recurrent(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor,
+    state_pool: Tensor, read_slots: Tensor, write_slots: Tensor, cu_seqlens: Tensor,
+) -> Tensor:  # fmt: skip
+    """`kda_chunk` token by token: each token has the arithmetic of `kda_step_`, bit for bit, whatever piece it came in.
+
+    Arguments as `kda_chunk`; the state pool in float32 (float64 for float64), because a narrower one would round the
+    state at the end of every piece. No gradient: NotImplementedError where one is wanted.
+    """
+    _check("kda_recurrent", q, k, v, log_decay, beta, state_pool, read_slots, write_slots)
+    _check_wide("kda_recurrent", log_decay, state_pool)
+    require(
+        cu_seqlens.shape == (read_slots.shape[0] + 1,), "kda_recurrent", "cu_seqlens [N + 1], read_slots [N]",
+        cu_seqlens=cu_seqlens, read_slots=read_slots,
+    )  # fmt: skip
+    return kda_recurrent_op(q, k, v, log_decay, beta, state_pool, read_slots, write_slots, cu_seqlens)
+
+
+def kda_recurrent_export(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor,
+    state_pool: Tensor, read_slots: Tensor, write_slots: Tensor, cu_seqlens: Tensor,
+    export_at: Tensor, export_slots: Tensor,
+) -> Tensor:  # fmt: skip
+    """`kda_recurrent` that also writes states on its way, as `kda_chunk_export` does."""
+    _check("kda_recurrent_export", q, k, v, log_decay, beta, state_pool, read_slots, write_slots)
+    _check_wide("kda_recurrent_export", log_decay, state_pool)
+    _check_exports("kda_recurrent_export", cu_seqlens, read_slots, export_at, export_slots)
+    return kda_recurrent_export_op(
+        q, k, v, log_decay, beta, state_pool, read_slots, write_slots, cu_seqlens, export_at, export_slots
+    )
+
+
+def _check_wide(op: str, log_decay: Tensor, state_pool: Tensor) -> None:
+    require(state_pool.dtype == log_decay.dtype, op, f"state_pool in {log_decay.dtype}", state_pool=state_pool)
 
 
 def kda_step_(

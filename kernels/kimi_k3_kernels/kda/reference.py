@@ -53,15 +53,57 @@ def kda_step_reference(
     state_pool: Tensor, read_slots: Tensor, write_slots: Tensor,
 ) -> Tensor:  # fmt: skip
     """One token for each sequence, through its slot of the pool."""
-    compute = compute_dtype(q)
-    state_NHKV = read_pool_rows(state_pool, read_slots).to(compute)
+    state_NHKV = read_pool_rows(state_pool, read_slots).to(compute_dtype(q))
+    o_NHV = _step(q, k, v, log_decay, beta, state_NHKV)
+    write_pool_rows(state_pool, write_slots, state_NHKV)
+    return o_NHV
+
+
+def _step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state_NHKV: Tensor) -> Tensor:
+    """One token for each state, which it brings up to date."""
+    compute = state_NHKV.dtype
     state_NHKV.mul_(log_decay.to(compute).exp()[..., None])
     k_NHK = k.to(compute)
     seen_NHV = (k_NHK[:, :, None] @ state_NHKV)[:, :, 0]
     update_NHV = beta.to(compute)[..., None] * (v.to(compute) - seen_NHV)
     state_NHKV.addcmul_(k_NHK[..., None], update_NHV[:, :, None, :])
-    write_pool_rows(state_pool, write_slots, state_NHKV)
     return (q.to(compute)[:, :, None] @ state_NHKV)[:, :, 0].to(v.dtype)
+
+
+def kda_recurrent_pool_reference(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor,
+    state_pool: Tensor, read_slots: Tensor, write_slots: Tensor, cu_seqlens: Tensor,
+) -> Tensor:  # fmt: skip
+    none = cu_seqlens[:0]
+    return kda_recurrent_pool_export_reference(
+        q, k, v, log_decay, beta, state_pool, read_slots, write_slots, cu_seqlens, none, none
+    )
+
+
+def kda_recurrent_pool_export_reference(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor,
+    state_pool: Tensor, read_slots: Tensor, write_slots: Tensor, cu_seqlens: Tensor,
+    export_at: Tensor, export_slots: Tensor,
+) -> Tensor:  # fmt: skip
+    """Every token by itself, so that its products have the same shapes in any company."""
+    state_NHKV = read_pool_rows(state_pool, read_slots).to(compute_dtype(q))
+    exports: dict[int, list[int]] = {}
+    for at, slot in zip(export_at.tolist(), export_slots.tolist()):
+        if not 1 <= at <= q.shape[0]:
+            raise ValueError(f"kda_recurrent_export: want export_at in 1..{q.shape[0]}, got {at}")
+        exports.setdefault(at, []).append(slot)
+    o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    bounds = cu_seqlens.tolist()
+    for n in range(len(bounds) - 1):
+        state = state_NHKV[n : n + 1]
+        for t in range(bounds[n], bounds[n + 1]):
+            row = slice(t, t + 1)
+            o[row] = _step(q[row], k[row], v[row], log_decay[row], beta[row], state)
+            for slot in exports.get(t + 1, ()):
+                if slot >= 0:
+                    state_pool[slot] = state[0].to(state_pool.dtype)
+    write_pool_rows(state_pool, write_slots, state_NHKV)
+    return o
 
 
 @dataclass

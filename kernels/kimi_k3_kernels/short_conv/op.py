@@ -11,6 +11,7 @@ from kimi_k3_kernels.library import define_gradient, define_op, require
 from kimi_k3_kernels.short_conv.reference import (
     read_pool_rows,
     short_conv_backward_reference,
+    short_conv_export_reference,
     short_conv_reference,
     short_conv_step_reference,
 )
@@ -24,6 +25,12 @@ short_conv_op = define_op(
     "short_conv(Tensor x, Tensor weight, Tensor(a!) conv_pool, Tensor read_slots, Tensor write_slots, "
     "Tensor cu_seqlens) -> Tensor",
     short_conv_reference,
+    _like_x,
+)
+short_conv_export_op = define_op(
+    "short_conv_export(Tensor x, Tensor weight, Tensor(a!) conv_pool, Tensor read_slots, Tensor write_slots, "
+    "Tensor cu_seqlens, Tensor export_at, Tensor export_slots) -> Tensor",
+    short_conv_export_reference,
     _like_x,
 )
 short_conv_step_op = define_op(
@@ -86,6 +93,29 @@ def short_conv(
         cu_seqlens=cu_seqlens, read_slots=read_slots,
     )  # fmt: skip
     return short_conv_op(x, weight, conv_pool, read_slots, write_slots, cu_seqlens)
+
+
+def short_conv_export(
+    x: Tensor, weight: Tensor, conv_pool: Tensor, read_slots: Tensor, write_slots: Tensor, cu_seqlens: Tensor,
+    export_at: Tensor, export_slots: Tensor,
+) -> Tensor:  # fmt: skip
+    """`short_conv` that also writes windows on its way: the last W - 1 inputs before packed row `export_at[x]`, those
+    before the sequence's first token included, to `export_slots[x]`.
+
+    Args (others as `short_conv`):
+        export_at: [X] integers in 1..T: how many packed rows have run; `cu_seqlens[n]` means the end of sequence n - 1.
+        export_slots: [X] integers (negative: nowhere), apart from `write_slots`.
+    No gradient: windows are exported when serving.
+    """
+    _check("short_conv_export", x, weight, conv_pool, (read_slots, write_slots))
+    require(
+        cu_seqlens.shape == (read_slots.shape[0] + 1,) and export_at.ndim == 1 and export_at.shape == export_slots.shape,
+        "short_conv_export", "cu_seqlens [N + 1], read_slots [N], export_at and export_slots [X]",
+        cu_seqlens=cu_seqlens, read_slots=read_slots, export_at=export_at, export_slots=export_slots,
+    )  # fmt: skip
+    return short_conv_export_op(
+        x, weight, conv_pool, read_slots, write_slots, cu_seqlens, export_at, export_slots
+    )
 
 
 def short_conv_step_(x: Tensor, weight: Tensor, conv_pool: Tensor, read_slots: Tensor, write_slots: Tensor) -> Tensor:

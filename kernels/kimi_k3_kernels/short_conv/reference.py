@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kimi_k3_kernels.library import compute_dtype
+from kimi_k3_kernels.library import by_rows, compute_dtype
 
 
 def read_pool_rows(pool: Tensor, slots: Tensor) -> Tensor:
@@ -58,7 +58,24 @@ def short_conv_reference(
     ends_N = cu_seqlens[1:].long() + torch.arange(1, read_slots.shape[0] + 1, device=x.device) * taps_before
     newest = ends_N[:, None] - taps_before + torch.arange(taps_before, device=x.device)
     write_pool_rows(conv_pool, write_slots, extended[newest])
-    return F.silu(_convolve(extended, oldest_T, weight)).to(x.dtype)
+    return by_rows(F.silu, _convolve(extended, oldest_T, weight)).to(x.dtype)
+
+
+def short_conv_export_reference(
+    x: Tensor, weight: Tensor, conv_pool: Tensor, read_slots: Tensor, write_slots: Tensor, cu_seqlens: Tensor,
+    export_at: Tensor, export_slots: Tensor,
+) -> Tensor:  # fmt: skip
+    num_tokens, taps_before = x.shape[0], weight.shape[1] - 1
+    at = export_at.long()
+    if at.numel() and not 1 <= int(at.min()) <= int(at.max()) <= num_tokens:
+        raise ValueError(f"short_conv_export: want export_at in 1..{num_tokens}, got {at.tolist()}")
+    extended, oldest_T = _windows(x, read_pool_rows(conv_pool, read_slots), cu_seqlens)
+    # The newest input of an export is row at - 1, which lies W - 1 behind its own oldest input.
+    rows = oldest_T[at - 1, None] + 1 + torch.arange(taps_before, device=x.device)
+    windows_XWC = extended[rows]
+    out = short_conv_reference(x, weight, conv_pool, read_slots, write_slots, cu_seqlens)
+    write_pool_rows(conv_pool, export_slots, windows_XWC)
+    return out
 
 
 def short_conv_backward_reference(
@@ -85,4 +102,8 @@ def short_conv_step_reference(
     compute = compute_dtype(x)
     window_NWC = torch.cat([read_pool_rows(conv_pool, read_slots).to(x.dtype), x[:, None]], dim=1)
     write_pool_rows(conv_pool, write_slots, window_NWC[:, 1:])
-    return F.silu((window_NWC.to(compute) * weight.to(compute).t()).sum(1)).to(x.dtype)
+    weight_WC = weight.to(compute).t()
+    summed = window_NWC[:, 0].to(compute) * weight_WC[0]
+    for tap in range(1, weight.shape[1]):  # in the order of `_convolve`, so that a token's bits are the same
+        summed += window_NWC[:, tap].to(compute) * weight_WC[tap]
+    return by_rows(F.silu, summed).to(x.dtype)

@@ -105,48 +105,56 @@ Tensor kda_step(Tensor q, Tensor k, Tensor v, Tensor log_decay, Tensor beta, Ten
   return out;
 }
 
-Tensor run_chunks(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& log_decay, const Tensor& beta,
-                  const ChunkPlan& plan) {
+enum class Form { chunk, recurrent };
+
+Tensor run_sequences(Form form, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& log_decay,
+                     const Tensor& beta, const ChunkPlan& plan) {
   Tensor out = new_tensor(v, {v.size(0), v.size(1), v.size(2)});
   with_type(q, [&](auto zero) {
     using T = decltype(zero);
     KdaInputs<T> in(q, k, v, log_decay, beta);
     T* o = mutable_data<T>(out);
-    parallel(in.heads * plan.num_sequences, 1,
-             [&](int64_t begin, int64_t end) { KIMI_K3_ACTIVE(chunk_heads<T>)(in, plan, begin, end, o); });
+    parallel(in.heads * plan.num_sequences, 1, [&](int64_t begin, int64_t end) {
+      if (form == Form::chunk)
+        KIMI_K3_ACTIVE(chunk_heads<T>)(in, plan, begin, end, o);
+      else
+        KIMI_K3_ACTIVE(recurrent_heads<T>)(in, plan, begin, end, o);
+    });
   });
   return out;
 }
 
-Tensor kda_chunk(Tensor q, Tensor k, Tensor v, Tensor log_decay, Tensor beta, Tensor state_pool, Tensor read_slots,
-                 Tensor write_slots, Tensor cu_seqlens) {
-  if (!has_kernel("kda_chunk", q, k, v, log_decay, beta, state_pool, read_slots, write_slots))
-    return reference_tensor("kda_chunk", q, k, v, log_decay, beta, state_pool, read_slots, write_slots, cu_seqlens);
-  check_sizes("kda_chunk", "cu_seqlens", cu_seqlens, {read_slots.size(0) + 1});
-  ChunkPlan plan(state_pool, Slots("kda_chunk", state_pool, read_slots, write_slots), q.size(2), v.size(2));
-  plan.bounds = sequence_bounds("kda_chunk", cu_seqlens, q.size(0));
+Tensor run_form(const char* op, Form form, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& log_decay,
+                const Tensor& beta, const Tensor& state_pool, const Tensor& read_slots, const Tensor& write_slots,
+                const Tensor& cu_seqlens) {
+  if (!has_kernel(op, q, k, v, log_decay, beta, state_pool, read_slots, write_slots))
+    return reference_tensor(op, q, k, v, log_decay, beta, state_pool, read_slots, write_slots, cu_seqlens);
+  check_sizes(op, "cu_seqlens", cu_seqlens, {read_slots.size(0) + 1});
+  ChunkPlan plan(state_pool, Slots(op, state_pool, read_slots, write_slots), q.size(2), v.size(2));
+  plan.bounds = sequence_bounds(op, cu_seqlens, q.size(0));
   plan.num_sequences = read_slots.size(0);
   plan.exports.resize(plan.num_sequences);
-  return run_chunks(q, k, v, log_decay, beta, plan);
+  return run_sequences(form, q, k, v, log_decay, beta, plan);
 }
 
-Tensor kda_chunk_export(Tensor q, Tensor k, Tensor v, Tensor log_decay, Tensor beta, Tensor state_pool, Tensor read_slots,
-                        Tensor write_slots, Tensor cu_seqlens, Tensor export_at, Tensor export_slots) {
-  check_sizes("kda_chunk_export", "export_at", export_at, {-1});
-  check_sizes("kda_chunk_export", "export_slots", export_slots, {export_at.size(0)});
-  check_sizes("kda_chunk_export", "cu_seqlens", cu_seqlens, {read_slots.size(0) + 1});
+Tensor run_form_export(const char* op, Form form, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& log_decay,
+                       const Tensor& beta, const Tensor& state_pool, const Tensor& read_slots, const Tensor& write_slots,
+                       const Tensor& cu_seqlens, const Tensor& export_at, const Tensor& export_slots) {
+  check_sizes(op, "export_at", export_at, {-1});
+  check_sizes(op, "export_slots", export_slots, {export_at.size(0)});
+  check_sizes(op, "cu_seqlens", cu_seqlens, {read_slots.size(0) + 1});
   Integers at(export_at), to(export_slots);
   const int64_t num_exports = export_at.size(0);
   for (int64_t x = 0; x < num_exports; ++x)
-    STD_TORCH_CHECK(at[x] >= 1 && at[x] <= q.size(0), "kda_chunk_export: want export_at in 1..", q.size(0), ", got ", at[x]);
-  if (!has_kernel("kda_chunk_export", q, k, v, log_decay, beta, state_pool, read_slots, write_slots))
-    return reference_tensor("kda_chunk_export", q, k, v, log_decay, beta, state_pool, read_slots, write_slots, cu_seqlens,
-                            export_at, export_slots);
-  Slots slots("kda_chunk_export", state_pool, read_slots, write_slots);
+    STD_TORCH_CHECK(at[x] >= 1 && at[x] <= q.size(0), op, ": want export_at in 1..", q.size(0), ", got ", at[x]);
+  if (!has_kernel(op, q, k, v, log_decay, beta, state_pool, read_slots, write_slots))
+    return reference_tensor(op, q, k, v, log_decay, beta, state_pool, read_slots, write_slots, cu_seqlens, export_at,
+                            export_slots);
+  Slots slots(op, state_pool, read_slots, write_slots);
   std::vector<int64_t> targets;
-  for (int64_t x = 0; x < num_exports; ++x) targets.push_back(slots.check("kda_chunk_export", to[x]));
+  for (int64_t x = 0; x < num_exports; ++x) targets.push_back(slots.check(op, to[x]));
   ChunkPlan plan(state_pool, slots, q.size(2), v.size(2), targets);
-  plan.bounds = sequence_bounds("kda_chunk_export", cu_seqlens, q.size(0));
+  plan.bounds = sequence_bounds(op, cu_seqlens, q.size(0));
   plan.num_sequences = read_slots.size(0);
   plan.exports.resize(plan.num_sequences);
   for (int64_t x = 0; x < num_exports; ++x) {
@@ -154,7 +162,29 @@ Tensor kda_chunk_export(Tensor q, Tensor k, Tensor v, Tensor log_decay, Tensor b
     plan.exports[n].emplace_back(at[x], targets[x]);
   }
   for (auto& exports : plan.exports) std::sort(exports.begin(), exports.end());
-  return run_chunks(q, k, v, log_decay, beta, plan);
+  return run_sequences(form, q, k, v, log_decay, beta, plan);
+}
+
+Tensor kda_chunk(Tensor q, Tensor k, Tensor v, Tensor log_decay, Tensor beta, Tensor state_pool, Tensor read_slots,
+                 Tensor write_slots, Tensor cu_seqlens) {
+  return run_form("kda_chunk", Form::chunk, q, k, v, log_decay, beta, state_pool, read_slots, write_slots, cu_seqlens);
+}
+
+Tensor kda_recurrent(Tensor q, Tensor k, Tensor v, Tensor log_decay, Tensor beta, Tensor state_pool, Tensor read_slots,
+                     Tensor write_slots, Tensor cu_seqlens) {
+  return run_form("kda_recurrent", Form::recurrent, q, k, v, log_decay, beta, state_pool, read_slots, write_slots, cu_seqlens);
+}
+
+Tensor kda_chunk_export(Tensor q, Tensor k, Tensor v, Tensor log_decay, Tensor beta, Tensor state_pool, Tensor read_slots,
+                        Tensor write_slots, Tensor cu_seqlens, Tensor export_at, Tensor export_slots) {
+  return run_form_export("kda_chunk_export", Form::chunk, q, k, v, log_decay, beta, state_pool, read_slots, write_slots,
+                         cu_seqlens, export_at, export_slots);
+}
+
+Tensor kda_recurrent_export(Tensor q, Tensor k, Tensor v, Tensor log_decay, Tensor beta, Tensor state_pool,
+                            Tensor read_slots, Tensor write_slots, Tensor cu_seqlens, Tensor export_at, Tensor export_slots) {
+  return run_form_export("kda_recurrent_export", Form::recurrent, q, k, v, log_decay, beta, state_pool, read_slots,
+                         write_slots, cu_seqlens, export_at, export_slots);
 }
 
 }  // namespace
@@ -165,4 +195,6 @@ STABLE_TORCH_LIBRARY_IMPL(kimi_k3, CPU, m) {
   m.impl("kda_step_", TORCH_BOX(&kimi_k3::kda_step));
   m.impl("kda_chunk", TORCH_BOX(&kimi_k3::kda_chunk));
   m.impl("kda_chunk_export", TORCH_BOX(&kimi_k3::kda_chunk_export));
+  m.impl("kda_recurrent", TORCH_BOX(&kimi_k3::kda_recurrent));
+  m.impl("kda_recurrent_export", TORCH_BOX(&kimi_k3::kda_recurrent_export));
 }

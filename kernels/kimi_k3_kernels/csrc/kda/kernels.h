@@ -73,9 +73,10 @@ KIMI_K3_TARGET static void step_single_column(const StepRow& row, int64_t key_di
   }
 }
 
-// `next`: the state that this thread reads after this one, or null. `scratch`: 4 rows of padded K.
+// `next`: the state that this thread reads after this one, or null. `scratch`: 4 rows of padded K. Not inlined, so that a
+// token has the same instructions wherever it comes from, whatever the compiler would make of each place.
 template <class T>
-KIMI_K3_TARGET static void step(const KdaInputs<T>& in, int64_t t, int64_t h, const StatePlaces& state, const float* next,
+KIMI_K3_TARGET static __attribute__((noinline)) void step(const KdaInputs<T>& in, int64_t t, int64_t h, const StatePlaces& state, const float* next,
                                 float* scratch, T* out) {
   const int64_t padded = round_up(in.key_dim, kTile);
   StepRow row{scratch, scratch + padded, scratch + 2 * padded, scratch + 3 * padded, in.beta(t, h), 0};
@@ -437,6 +438,49 @@ KIMI_K3_TARGET static void run_tokens(const KdaInputs<T>& in, int64_t begin, int
       run_panel(tile, count, columns, scan.state.panel(p), out + t * out_stride + h * in.value_dim + p * kPanel, out_stride);
     }
   }
+}
+
+inline void copy_state(const float* from, int64_t from_stride, float* to, int64_t to_stride, int64_t rows, int64_t width) {
+  for (int64_t d = 0; d < rows; ++d)
+    if (from == nullptr)
+      std::fill_n(to + d * to_stride, width, 0.0f);
+    else
+      std::copy_n(from + d * from_stride, width, to + d * to_stride);
+}
+
+// A thread's working memory for `run_steps`.
+struct StepScratch {
+  StepScratch(int64_t key_dim, int64_t value_dim) : rows(4 * round_up(key_dim, kTile)), state(key_dim * value_dim) {}
+  Scratch rows, state;
+};
+
+// One head of one sequence, token by token.
+template <class T>
+static void run_steps(const KdaInputs<T>& in, const ChunkPlan& plan, int64_t n, int64_t h, const float* next,
+                      StepScratch& scratch, T* out) {
+  const StatePlaces places = plan.places(n, h);
+  const int64_t begin = plan.bounds[n], end = plan.bounds[n + 1], width = in.value_dim;
+  if (end - begin == 1 && plan.exports[n].empty())
+    return step(in, begin, h, places, next, scratch.rows.floats, out + (begin * in.heads + h) * width);
+  StatePlaces state{places.from, places.from_stride, scratch.state.floats, width};
+  auto exported = plan.exports[n].begin();
+  for (int64_t t = begin; t < end; ++t) {
+    step(in, t, h, state, nullptr, scratch.rows.floats, out + (t * in.heads + h) * width);
+    state.from = state.to;
+    state.from_stride = width;
+    for (; exported != plan.exports[n].end() && exported->first == t + 1; ++exported)
+      if (exported->second >= 0)
+        copy_state(state.from, width, plan.pool.head(exported->second, h), plan.pool.row_stride, in.key_dim, width);
+  }
+  if (places.to != nullptr && places.to != state.from)
+    copy_state(state.from, state.from_stride, places.to, places.to_stride, in.key_dim, width);
+}
+
+template <class T>
+static void recurrent_heads(const KdaInputs<T>& in, const ChunkPlan& plan, int64_t begin, int64_t end, T* out) {
+  StepScratch scratch(in.key_dim, in.value_dim);
+  for (int64_t task = begin; task < end; ++task)
+    run_steps(in, plan, task % plan.num_sequences, task / plan.num_sequences, nullptr, scratch, out);
 }
 
 template <class T>

@@ -95,9 +95,13 @@ Tensor short_conv_step(Tensor x, Tensor weight, Tensor conv_pool, Tensor read_sl
   return out;
 }
 
+struct Export {  // of the window before packed row `at` of a sequence
+  int64_t sequence, at, slot;
+};
+
 template <class T, class W>
 void run(const Tensor& x, const Tensor& weight, const Tensor& conv_pool, const Slots& slots, const std::vector<int64_t>& bounds,
-         const Tensor& out) {
+         const std::vector<Export>& exports, const Tensor& out) {
   const int64_t tokens = x.size(0), channels = x.size(1), num_taps = weight.size(1), before = num_taps - 1;
   const int64_t num_sequences = slots.read.size();
   const Windows<T> windows(conv_pool);
@@ -132,13 +136,15 @@ void run(const Tensor& x, const Tensor& weight, const Tensor& conv_pool, const S
   });
 
   // All windows are read before any is written: a slot may be one sequence's past and another one's future.
-  std::vector<T> newest(num_sequences * before * channels);
-  for (int64_t n = 0; n < num_sequences; ++n)
+  std::vector<Export> written(exports);
+  for (int64_t n = 0; n < num_sequences; ++n) written.push_back({n, bounds[n + 1], slots.write[n]});
+  std::vector<T> newest(written.size() * before * channels);
+  for (size_t i = 0; i < written.size(); ++i)
     for (int64_t w = 0; w < before; ++w)
-      std::copy_n(row(n, bounds[n + 1], before - w), channels, &newest[(n * before + w) * channels]);
-  for (int64_t n = 0; n < num_sequences; ++n)
-    for (int64_t w = 0; w < before && slots.write[n] >= 0; ++w)
-      std::copy_n(&newest[(n * before + w) * channels], channels, windows.row(slots.write[n], w));
+      std::copy_n(row(written[i].sequence, written[i].at, before - w), channels, &newest[(i * before + w) * channels]);
+  for (size_t i = 0; i < written.size(); ++i)
+    for (int64_t w = 0; w < before && written[i].slot >= 0; ++w)
+      std::copy_n(&newest[(i * before + w) * channels], channels, windows.row(written[i].slot, w));
 }
 
 Tensor short_conv(Tensor x, Tensor weight, Tensor conv_pool, Tensor read_slots, Tensor write_slots, Tensor cu_seqlens) {
@@ -150,7 +156,31 @@ Tensor short_conv(Tensor x, Tensor weight, Tensor conv_pool, Tensor read_slots, 
   Tensor out = new_tensor(x, {x.size(0), x.size(1)});
   Slots slots("short_conv", conv_pool, read_slots, write_slots);
   std::vector<int64_t> bounds = sequence_bounds("short_conv", cu_seqlens, x.size(0));
-  with_types(x, weight, [&](auto t, auto w) { run<decltype(t), decltype(w)>(x, weight, conv_pool, slots, bounds, out); });
+  with_types(x, weight, [&](auto t, auto w) { run<decltype(t), decltype(w)>(x, weight, conv_pool, slots, bounds, {}, out); });
+  return out;
+}
+
+Tensor short_conv_export(Tensor x, Tensor weight, Tensor conv_pool, Tensor read_slots, Tensor write_slots, Tensor cu_seqlens,
+                         Tensor export_at, Tensor export_slots) {
+  const char* op = "short_conv_export";
+  check_sizes(op, "cu_seqlens", cu_seqlens, {read_slots.size(0) + 1});
+  check_sizes(op, "export_at", export_at, {-1});
+  check_sizes(op, "export_slots", export_slots, {export_at.size(0)});
+  if (!has_kernel(op, x, weight, conv_pool, read_slots, write_slots))
+    return reference_tensor(op, x, weight, conv_pool, read_slots, write_slots, cu_seqlens, export_at, export_slots);
+  x = with_plain_rows(x);
+  weight = make_contiguous(weight);
+  Tensor out = new_tensor(x, {x.size(0), x.size(1)});
+  Slots slots(op, conv_pool, read_slots, write_slots);
+  std::vector<int64_t> bounds = sequence_bounds(op, cu_seqlens, x.size(0));
+  Integers at(export_at), to(export_slots);
+  std::vector<Export> exports;
+  for (int64_t i = 0; i < export_at.size(0); ++i) {
+    STD_TORCH_CHECK(at[i] >= 1 && at[i] <= x.size(0), op, ": want export_at in 1..", x.size(0), ", got ", at[i]);
+    const int64_t n = std::lower_bound(bounds.begin(), bounds.end(), at[i]) - bounds.begin() - 1;
+    exports.push_back({n, at[i], slots.check(op, to[i])});
+  }
+  with_types(x, weight, [&](auto t, auto w) { run<decltype(t), decltype(w)>(x, weight, conv_pool, slots, bounds, exports, out); });
   return out;
 }
 
@@ -160,5 +190,6 @@ Tensor short_conv(Tensor x, Tensor weight, Tensor conv_pool, Tensor read_slots, 
 
 STABLE_TORCH_LIBRARY_IMPL(kimi_k3, CPU, m) {
   m.impl("short_conv", TORCH_BOX(&kimi_k3::short_conv));
+  m.impl("short_conv_export", TORCH_BOX(&kimi_k3::short_conv_export));
   m.impl("short_conv_step_", TORCH_BOX(&kimi_k3::short_conv_step));
 }

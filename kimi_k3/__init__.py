@@ -3,6 +3,7 @@
 from importlib.metadata import PackageNotFoundError, version
 
 from kimi_k3.configuration_kimi_k3 import KimiK3Config
+from kimi_k3.engine.generator import KimiK3Generator
 from kimi_k3.modeling_kimi_k3 import KimiK3ForCausalLM, KimiK3ForConditionalGeneration
 from kimi_k3.sampling import SamplingParams
 from kimi_k3.tokenization_kimi_k3 import KimiK3Tokenizer
@@ -16,6 +17,7 @@ __all__ = [
     "KimiK3Config",
     "KimiK3ForCausalLM",
     "KimiK3ForConditionalGeneration",
+    "KimiK3Generator",
     "KimiK3Tokenizer",
     "SamplingParams",
     "__version__",

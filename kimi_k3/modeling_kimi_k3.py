@@ -300,7 +300,7 @@ class KimiK3ForCausalLM(nn.Module):
         else:
             kept = kept.to(device)
             read = self.model.final_hidden(running_sum[kept], bank[:, kept])
-        (logits,) = project(read, [self.lm_head], read.shape[0] <= FEW_ROWS, is_invariant)
+        logits = self.head_logits(read)
         loss = None if labels is None else self._loss(logits, labels, layout, kept)
         hidden_states = (embeds, *sums, hidden) if output_hidden_states else None
         return CausalLMOutput(
@@ -310,6 +310,11 @@ class KimiK3ForCausalLM(nn.Module):
             hidden_states=None if hidden_states is None else tuple(map(layout.unpack, hidden_states)),
             router_logits=tuple(map(layout.unpack, router_logits)) if output_router_logits else None,
         )
+
+    def head_logits(self, hidden_TD: Tensor) -> Tensor:
+        """Logits [T, V] of what `KimiK3Model.final_hidden` returns, in the model's dtype."""
+        is_decode = hidden_TD.shape[0] <= FEW_ROWS
+        return project(hidden_TD, [self.lm_head], is_decode, self.model.is_batch_invariant)[0]
 
     def make_cache(self, num_rows: int) -> KimiK3Cache:
         """An empty cache for a batch of `num_rows` rows."""

@@ -57,7 +57,8 @@ def test_the_files_are_found():
 
 @pytest.mark.parametrize("module", sorted(PARSED))
 def test_no_import_points_up(module):
-    rank = layer_of(module)
+    # The package itself is the face of all its parts.
+    rank = layer_of("kimi_k3.engine" if module == "kimi_k3" else module)
     wrong = {name for name in imports_of(PARSED[module]) if (layer_of(name) or 0) > rank}
     assert not wrong, f"{module} imports {sorted(wrong)}"
 

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from kimi_k3.modeling_kimi_k3 import KimiK3ForCausalLM
 
 ALIGNMENT = 64  # bytes
-HEAD_SLICES = 8  # a stored state is cut into so many slices of heads, so that other parallel degrees can read their part
+HEAD_SLICES = (
+    8  # a stored state is cut into so many slices of heads, so that other parallel degrees can read their part
+)
 
 
 def _aligned(nbytes: int) -> int:

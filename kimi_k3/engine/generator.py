@@ -77,7 +77,7 @@ class KimiK3Generator:
         self.pool = PagePool(num_pages, layout.blocks_per_page, self.pools.copy_block)
         self.index = PrefixIndex(self.pool, block_size, layout.slot_bytes, layout.block_bytes, on_evict=self._on_evict)
         self.runner = Runner(model, self.pool, self.pools)
-        self._was_invariant = model.is_batch_invariant
+        self._was_invariant = model.model.is_batch_invariant
         model.set_batch_invariant(batch_invariant)
         self._root = self._root_key(batch_invariant)
         self.tiers = TierStore(tiers, self.pools, self.pool, self.index) if tiers else None
@@ -208,8 +208,8 @@ class KimiK3Generator:
             piece = self._prepare(self._requests[rid], count)
             if piece is not None:
                 pieces.append(piece)
-        repeats = [p for p in pieces if p.count == 0]
-        pieces = self._with_exports([p for p in pieces if p.count])
+        repeats = [p for p in pieces if p.tokens == 0]
+        pieces = self._with_exports([p for p in pieces if p.tokens])
         outputs = []
         if pieces:
             forward_started = time.perf_counter()
@@ -217,7 +217,7 @@ class KimiK3Generator:
             self._forward_seconds += time.perf_counter() - forward_started
             outputs = self._commit(pieces, hidden_RD, logits_RV)
         if repeats:
-            hidden_RD = torch.stack([p.request.hidden for p in repeats])
+            hidden_RD = torch.stack([p.request.hidden for p in repeats if p.request.hidden is not None])
             outputs += self._sample([p.request for p in repeats], self.model.head_logits(hidden_RD))
             for piece in repeats:
                 piece.request.hidden = None
@@ -269,7 +269,9 @@ class KimiK3Generator:
         leaders = [r for r in self._requests.values() if r.is_running and not r.has_prefilled]
         waiting = [r for r in self._requests.values() if not r.is_running]
         for request in sorted(waiting, key=lambda r: (-r.priority, r.rid)):
-            request.waits_for = next((leader.rid for leader in leaders if self._is_worth_waiting(request, leader)), None)
+            request.waits_for = next(
+                (leader.rid for leader in leaders if self._is_worth_waiting(request, leader)), None
+            )
             if request.waits_for is None:
                 leaders.append(request)
             else:
@@ -375,7 +377,9 @@ class KimiK3Generator:
             slots = (self.pool.free_pages + self.index.num_snapshots) // 2 - len(wanted)
             request.stride = choose_stride(total - done, slots, self.block_size)
             if request.stride:
-                wanted |= set(range(done // request.stride * request.stride + request.stride, total + 1, request.stride))
+                wanted |= set(
+                    range(done // request.stride * request.stride + request.stride, total + 1, request.stride)
+                )
         request.wanted = sorted(p for p in wanted if p > done)
 
     def _with_exports(self, pieces: list[Piece]) -> list[Piece]:
@@ -478,7 +482,12 @@ class KimiK3Generator:
                     logits_V = penalize(logits_V, params, request.prompt, request.generated)
                 if not is_finite[row]:
                     raise FloatingPointError(f"non-finite logits at generated token {len(request.generated)}")
-                if params.temperature == 0 and logits_V is not None and not params.has_penalties and params.logits_processor is None:
+                if (
+                    params.temperature == 0
+                    and logits_V is not None
+                    and not params.has_penalties
+                    and params.logits_processor is None
+                ):
                     token = greedy[row]
                 else:
                     token = sample(logits_V, params, request.seed, len(request.generated))
@@ -701,7 +710,9 @@ class KimiK3Generator:
             enough = self.max_num_seqs * (5 + -(-4096 // self.block_size) // layout.blocks_per_page + 1)
             return max(2, min(memory // layout.page_bytes, enough))
         if not isinstance(memory, int) or memory < 2 * layout.page_bytes:
-            least = f"at least {2 * layout.page_bytes} bytes (a state is {layout.slot_bytes}, a block {layout.block_bytes})"
+            least = (
+                f"at least {2 * layout.page_bytes} bytes (a state is {layout.slot_bytes}, a block {layout.block_bytes})"
+            )
             raise ValueError(f"KimiK3Generator: want memory='auto' or {least}, got {memory!r}")
         return memory // layout.page_bytes
 

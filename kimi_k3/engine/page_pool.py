@@ -21,9 +21,13 @@ class PagePool:
             num_pages * blocks_per_page.
     """
 
-    def __init__(self, num_pages: int, blocks_per_page: int, move_block: Callable[[int, int], None] | None = None) -> None:
+    def __init__(
+        self, num_pages: int, blocks_per_page: int, move_block: Callable[[int, int], None] | None = None
+    ) -> None:
         if num_pages < 1 or blocks_per_page < 1:
-            raise ValueError(f"PagePool: want at least one page and one block in it, got {num_pages}, {blocks_per_page}")
+            raise ValueError(
+                f"PagePool: want at least one page and one block in it, got {num_pages}, {blocks_per_page}"
+            )
         self.num_pages, self.blocks_per_page = num_pages, blocks_per_page
         self._move_block = move_block or (lambda source, target: None)
         self._kind = [FREE] * num_pages

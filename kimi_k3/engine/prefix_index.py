@@ -168,9 +168,7 @@ class PrefixIndex:
 
     # What becomes known.
 
-    def publish(
-        self, root: bytes, tokens: Sequence[int], blocks: Sequence[int], snapshots: Iterable[Snapshot]
-    ) -> None:
+    def publish(self, root: bytes, tokens: Sequence[int], blocks: Sequence[int], snapshots: Iterable[Snapshot]) -> None:
         """Keep the states in `snapshots` with the latents before them.
 
         The index takes the slots (a position that it already has, or that lies past `tokens`, is freed) and its own

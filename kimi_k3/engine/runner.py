@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 
 class Piece(NamedTuple):
-    """The next `count` tokens of one request. exports: (position, slot), where states are taken on the way."""
+    """The next `tokens` tokens of one request. exports: (position, slot), where states are taken on the way."""
 
     request: Request
-    count: int
+    tokens: int
     exports: list[tuple[int, int]]
 
     @property
     def end(self) -> int:
-        return self.request.done + self.count
+        return self.request.done + self.tokens
 
 
 class Runner:
@@ -46,7 +46,7 @@ class Runner:
         running_sum, bank, _, router_logits = model(self._embeds(pieces), batch, self.pools.pools)
         ends, at = [], 0
         for piece in pieces:
-            at += piece.count
+            at += piece.tokens
             if piece.end == len(piece.request.tokens):
                 ends.append(at - 1)
         rows = torch.tensor(ends, dtype=torch.int64, device=self.device)
@@ -76,26 +76,24 @@ class Runner:
         starts, at = [], 0
         for piece in pieces:
             starts.append(at - piece.request.done)  # packed row of a position, minus the position
-            at += piece.count
-        exports = [
-            (start + position, slot) for piece, start in zip(pieces, starts) for position, slot in piece.exports
-        ]
+            at += piece.tokens
+        exports = [(start + position, slot) for piece, start in zip(pieces, starts) for position, slot in piece.exports]
         reads = [p.request.slot if p.request.read_from is None else p.request.read_from.slot for p in pieces]
         reads = [-1 if p.request.done == 0 else slot for p, slot in zip(pieces, reads)]
 
         def tensor(values: list[int], dtype: torch.dtype) -> Tensor:
             return torch.tensor(values, dtype=dtype, device=self.device)
 
-        is_invariant = self.model.is_batch_invariant
+        is_invariant = self.model.model.is_batch_invariant
         return PackedBatch(
-            cu_seqlens=tensor([0, *(p.count for p in pieces)], torch.int32).cumsum(0, dtype=torch.int32),
+            cu_seqlens=tensor([0, *(p.tokens for p in pieces)], torch.int32).cumsum(0, dtype=torch.int32),
             read_slots=tensor(reads, torch.int64),
             write_slots=tensor([p.request.slot for p in pieces], torch.int64),
             past_lens=tensor([p.request.done for p in pieces], torch.int32),
             kv_lens=tensor([p.end for p in pieces], torch.int32),
             block_tables=torch.tensor([t + [0] * (width - len(t)) for t in tables], dtype=torch.int32).to(self.device),
             latent_rows=tensor(rows, torch.int64),
-            is_decode=all(p.count == 1 for p in pieces) and not exports and not is_invariant,
+            is_decode=all(p.tokens == 1 for p in pieces) and not exports and not is_invariant,
             export_at=tensor([at for at, _ in exports], torch.int64) if exports else None,
             export_slots=tensor([slot for _, slot in exports], torch.int64) if exports else None,
         )

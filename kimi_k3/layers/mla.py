@@ -48,7 +48,8 @@ class KimiMLAAttention(nn.Module):
         latent_TR, shared_key_TC = latent_TC.split([self.rank, self.rope_dim], dim=-1)
         latent_TC = torch.cat([self.kv_a_layernorm(latent_TR), shared_key_TC], dim=-1)
         if batch.latent_rows is not None:
-            latent_pool.view(-1, latent_pool.shape[-1]).index_copy_(0, batch.latent_rows, latent_TC.detach())
+            size = latent_pool.shape[1]  # the pool's blocks need not lie side by side
+            latent_pool.index_put_((batch.latent_rows // size, batch.latent_rows % size), latent_TC.detach())
         if batch.is_decode or batch.is_invariant:
             o_THV = self._absorbed(q_THC, latent_pool, batch)
         else:

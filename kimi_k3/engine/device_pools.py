@@ -101,14 +101,14 @@ class DevicePools:
         return list(zip(edges, edges[1:]))
 
     def read_block(self, place: int, rows: int) -> dict[str, Tensor]:
-        """Copies on the CPU of a block's first `rows` latents: layer number -> [rows, R + rope]."""
+        """Copies on the CPU of a block's first `rows` latents: latents_<layer> [rows, R + rope]."""
         return {
-            str(i): self.pools[i][0][place, :rows].to("cpu", copy=True) for i, _, _ in self.layout.block_parts
+            f"latents_{i}": self.pools[i][0][place, :rows].to("cpu", copy=True) for i, _, _ in self.layout.block_parts
         }  # fmt: skip
 
     def write_block(self, place: int, payload: dict[str, Tensor]) -> None:
         for i, _, sample in self.layout.block_parts:
-            latents = payload[str(i)]
+            latents = payload[f"latents_{i}"]
             _check(latents, (latents.shape[0], sample.shape[2]), sample.dtype, f"latents of layer {i}")
             self.pools[i][0][place, : latents.shape[0]].copy_(latents)
 
@@ -117,20 +117,20 @@ class DevicePools:
         payload = {}
         for i in {i for i, _, _ in self.layout.slot_parts}:
             states, windows = self.pools[i]
-            payload[f"{i}.state"] = states[slot, slice(*heads)].to("cpu", copy=True)
+            payload[f"states_{i}"] = states[slot, slice(*heads)].to("cpu", copy=True)
             by_head = windows[slot].unflatten(-1, (3, states.shape[1], -1))
-            payload[f"{i}.window"] = by_head[:, :, slice(*heads)].to("cpu", copy=True).contiguous()
+            payload[f"windows_{i}"] = by_head[:, :, slice(*heads)].to("cpu", copy=True).contiguous()
         return payload
 
     def write_slot(self, slot: int, heads: tuple[int, int], payload: dict[str, Tensor]) -> None:
         for i in {i for i, _, _ in self.layout.slot_parts}:
             states, windows = self.pools[i]
             target = states[slot, slice(*heads)]
-            _check(payload[f"{i}.state"], tuple(target.shape), target.dtype, f"states of layer {i}")
-            target.copy_(payload[f"{i}.state"])
+            _check(payload[f"states_{i}"], tuple(target.shape), target.dtype, f"states of layer {i}")
+            target.copy_(payload[f"states_{i}"])
             target = windows[slot].unflatten(-1, (3, states.shape[1], -1))[:, :, slice(*heads)]
-            _check(payload[f"{i}.window"], tuple(target.shape), target.dtype, f"windows of layer {i}")
-            target.copy_(payload[f"{i}.window"])
+            _check(payload[f"windows_{i}"], tuple(target.shape), target.dtype, f"windows of layer {i}")
+            target.copy_(payload[f"windows_{i}"])
 
 
 def _check(given: Tensor, shape: tuple[int, ...], dtype: torch.dtype, what: str) -> None:

@@ -90,8 +90,10 @@ class DevicePools:
     def clear_slot(self, slot: int) -> None:
         self._pages[slot].zero_()
 
-    def clear_block(self, place: int) -> None:
-        self._blocks[place].zero_()
+    def clear_block(self, place: int, first: int = 0) -> None:
+        """Zero a block's latents from row `first` on."""
+        for i, _, _ in self.layout.block_parts:
+            self.pools[i][0][place, first:].zero_()
 
     def head_slices(self) -> list[tuple[int, int]]:
         """The ranges of KDA heads in which states are stored."""

@@ -347,6 +347,7 @@ class KimiK3Generator:
             self.pools.copy_block(self.pool.places[match.path[-1].block], self.pool.places[tail])
             request.table.append(tail)
         request.slot, request.read_from, request.done = slot, snapshot, match.position
+        request.published = match.position
         request.hidden = snapshot.hidden if snapshot is not None and match.position == len(request.tokens) else None
         self.index.touch(match)
         if not request.admitted_at:
@@ -413,6 +414,7 @@ class KimiK3Generator:
     def _publish(self, request: Request) -> None:
         saved, request.saved = request.saved, []
         if saved:
+            request.published = max(request.published, *(snapshot.position for snapshot in saved))
             self.index.publish(request.root, request.tokens[: request.done], request.table, saved)
 
     def _release(self, request: Request) -> None:
@@ -534,11 +536,12 @@ class KimiK3Generator:
         return output
 
     def _fail(self, request: Request, error: str) -> None:
-        """A request that went wrong leaves nothing behind: what only it used is zeroed before others get it."""
+        """A request that went wrong leaves nothing behind: what it wrote and nobody else reads is zeroed."""
         request.error = error
-        for handle in request.table:
-            if self.pool.references[handle] == 1:
-                self.pools.clear_block(self.pool.places[handle])
+        for index, handle in enumerate(request.table):
+            first = 0 if self.pool.references[handle] == 1 else request.published - index * self.block_size
+            if first < self.block_size:
+                self.pools.clear_block(self.pool.places[handle], max(0, first))
         for slot in [request.slot, *(s.slot for s in request.saved)]:
             if slot >= 0:
                 self.pools.clear_slot(slot)

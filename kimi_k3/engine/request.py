@@ -82,6 +82,7 @@ class Request:
     wanted: list[int] = field(default_factory=list)  # positions to snapshot, increasing
     stride: int = 0  # between snapshots while decoding; 0: none
     saved: list[Snapshot] = field(default_factory=list)  # taken, not yet published
+    published: int = 0  # tokens whose latents the index may hold
     hidden: Tensor | None = None  # of an exact repeat: the logits come from it
     has_prefilled: bool = False
 

@@ -164,16 +164,15 @@ def test_an_abandoned_prefill_publishes_nothing(demo, moment):
 def test_evicting_a_state_or_its_blocks_shortens_the_hit_and_changes_no_token(demo, gen):
     prompt = prompt_of(300)
     expected = ask(gen, prompt, new=3)[0].token_ids
-    while True:
-        result, evaluated, recorder, params = ask(gen, [*prompt, 1, 2], new=3)
+    reused = []
+    for deepest in (300, 256, 130, 64, 0):
+        for entry in list(gen.index.entries()):
+            if entry.snapshot.position > deepest:
+                gen.index.drop(entry.snapshot)
+        result, _, recorder, params = ask(gen, [*prompt, 1, 2], new=3)
         assert_equals_solo(demo, [*prompt, 1, 2], result, recorder.rows, params)
-        entries = sorted(gen.index.entries(), key=lambda e: -e.snapshot.position)
-        deepest = [e for e in entries if e.snapshot.position <= 300]
-        if not deepest:
-            assert evaluated > 63
-            break
-        for entry in entries[: max(1, len(entries) // 3)]:
-            gen.index.drop(entry.snapshot)
+        reused.append(result.reused_tokens)
+    assert reused == [300, 256, 128, 64, 0]
     assert ask(gen, prompt, new=3)[0].token_ids == expected
 
 

@@ -1,0 +1,279 @@
+"""What one request may ask for, what ends it, and that nothing it does reaches the others or stays behind."""
+
+import asyncio
+import math
+import threading
+
+import pytest
+import torch
+from conftest import Recorder, assert_equals_solo
+
+from kimi_k3 import KimiK3Generator, SamplingParams
+from kimi_k3.generation import generate, stream_generate
+
+
+@pytest.fixture
+def gen(demo, tokenizer):
+    with KimiK3Generator(demo, tokenizer, max_num_seqs=8, num_blocks=200, batch_invariant=True) as generator:
+        yield generator
+        assert not generator.has_unfinished()
+        generator.index.clear()
+        assert generator.pool.num_slots == generator.pool.num_blocks == 0
+
+
+PROMPT = [40, 50, 60, 70]
+
+
+def finish(gen):
+    while gen.has_unfinished():
+        gen.step()
+
+
+def test_it_gives_the_tokens_of_plain_generation(demo, gen):
+    for options in ({}, {"temperature": 1.0, "seed": 4, "top_p": 0.9}, {"temperature": 0.8, "seed": 9, "min_p": 0.05}):
+        (result,) = gen.generate([PROMPT], SamplingParams(max_new_tokens=15, **options))
+        demo.set_batch_invariant(True)
+        ids = generate(demo, torch.tensor([PROMPT]), max_new_tokens=15, **options)[0, len(PROMPT) :].tolist()
+        assert result.token_ids == ids[: len(result.token_ids)]
+
+
+def test_text_streams_as_plain_generation_streams_it(demo, tokenizer, gen):
+    prompt = tokenizer.encode("**HAMLET**\n\nTo be")
+    outputs = list(gen.stream(prompt, SamplingParams(max_new_tokens=40)))
+    plain = list(stream_generate(demo, prompt, tokenizer=tokenizer, max_new_tokens=40))
+    assert [o.token_ids[0] for o in outputs] == [p.token_id for p in plain]
+    assert "".join(o.text for o in outputs) == "".join(p.text for p in plain)
+    assert outputs[-1].finish_reason == plain[-1].finish_reason == "length"
+
+
+def test_stop_texts_and_stop_ids_end_one_request_and_not_its_neighbour(tokenizer, gen):
+    prompt = tokenizer.encode("**HAMLET**\n\nTo be")
+    (whole,) = gen.generate([prompt], SamplingParams(max_new_tokens=40))
+    stop = whole.text[20:24]
+    first_id = whole.token_ids[5]
+    by_text, by_id, free = gen.generate(
+        [prompt] * 3,
+        [
+            SamplingParams(max_new_tokens=40, stop=[stop]),
+            SamplingParams(max_new_tokens=40, stop_token_ids=[first_id]),
+            SamplingParams(max_new_tokens=40),
+        ],
+    )
+    assert by_text.finish_reason == "stop_string" and by_text.text == whole.text[: whole.text.index(stop)]
+    assert by_id.finish_reason == "stop" and by_id.token_ids == whole.token_ids[: whole.token_ids.index(first_id) + 1]
+    assert free.token_ids == whole.token_ids and free.finish_reason == "length"
+
+
+def test_samples_of_one_prompt_are_its_seeds_alone(gen):
+    options = {"max_new_tokens": 8, "temperature": 1.2}
+    (result,) = gen.generate([PROMPT * 20], SamplingParams(**options, seed=7, n=4))
+    alone = gen.generate([PROMPT * 20] * 4, [SamplingParams(**options, seed=7 + i) for i in range(4)])
+    assert [s.token_ids for s in result.samples] == [r.token_ids for r in alone]
+    assert len({tuple(r.token_ids) for r in alone}) > 1
+
+
+def test_rows_of_one_batch_have_their_own_filters(gen):
+    many = [
+        SamplingParams(max_new_tokens=6, temperature=1.0, top_k=1, top_p=0.8, seed=1),
+        SamplingParams(max_new_tokens=6),
+        SamplingParams(max_new_tokens=6, temperature=5.0, seed=2),
+        SamplingParams(max_new_tokens=6, temperature=1.0),  # no seed: makes nobody else's void
+    ]
+    first = gen.generate([PROMPT] * 4, many)
+    second = gen.generate([PROMPT] * 4, many)
+    assert first[0].token_ids == first[1].token_ids  # top_k=1 keeps one token, whatever top_p does after it
+    assert [r.token_ids for r in first[:3]] == [r.token_ids for r in second[:3]]
+
+
+def test_penalties_act_as_their_formulas_say(gen):
+    seen = []
+
+    def hook(token_ids, logits_V):
+        seen.append((list(token_ids), logits_V.clone()))
+        return logits_V
+
+    params = SamplingParams(
+        max_new_tokens=8, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.25, logits_processor=hook
+    )
+    (result,) = gen.generate([PROMPT], params)
+    for position, (ids, logits_V) in enumerate(seen):
+        expected = logits_V.clone()
+        for token in set(ids):
+            expected[token] = expected[token] / 1.3 if expected[token] > 0 else expected[token] * 1.3
+        for token in ids[len(PROMPT) :]:
+            expected[token] -= 0.25
+        for token in set(ids[len(PROMPT) :]):
+            expected[token] -= 0.5
+        assert int(expected.argmax()) == result.token_ids[position]
+    assert len(set(result.token_ids)) > 4
+
+
+def test_logprobs_are_those_of_the_unfiltered_rows(gen):
+    recorder = Recorder()
+    params = SamplingParams(max_new_tokens=5, temperature=0.5, seed=1, top_k=2, logprobs=3, logits_processor=recorder)
+    (result,) = gen.generate([PROMPT], params)
+    for token, row, given in zip(result.token_ids, recorder.rows, result.logprobs):
+        expected = row.double().log_softmax(-1)
+        assert given.token == pytest.approx(float(expected[token]), abs=1e-9) and len(given.top) == 3
+        assert max(given.top.values()) == pytest.approx(float(expected.max()), abs=1e-9)
+
+
+def test_a_hook_that_fails_ends_its_own_request(gen):
+    def hook(token_ids, logits_V):
+        if len(token_ids) > len(PROMPT) + 2:
+            raise RuntimeError("no more")
+        return logits_V
+
+    bad, good = gen.generate([PROMPT, PROMPT], [SamplingParams(max_new_tokens=6, logits_processor=hook), SamplingParams(max_new_tokens=6)])
+    assert bad.finish_reason == "error" and "no more" in bad.error and len(bad.token_ids) == 3
+    assert good.finish_reason == "length" and len(good.token_ids) == 6
+
+
+@pytest.mark.parametrize("where", ["state", "latent"])
+def test_a_nan_ends_its_request_and_poisons_nobody(demo, gen, where):
+    """In one request's past: neighbours are bitwise unchanged, and what held it is clean when it is used again."""
+    recorder = Recorder()
+    good_params = SamplingParams(max_new_tokens=12, logits_processor=recorder)
+    bad = gen.add([9, 8, 7], SamplingParams(max_new_tokens=12))
+    good = gen.add(PROMPT, good_params)
+    for _ in range(4):
+        gen.step()
+    request = gen._requests[bad]
+    layer = next(i for i, pools in gen.pools.pools.items() if len(pools) == (2 if where == "state" else 1))
+    if where == "state":
+        gen.pools.pools[layer][0][request.slot].fill_(math.nan)
+    else:
+        gen.pools.pools[layer][0][gen.pool.places[request.table[0]], 4].fill_(math.nan)
+    finish(gen)
+    result = gen.result(bad)
+    assert result.finish_reason == "error" and "non-finite" in result.error and len(result.token_ids) == 4
+    assert_equals_solo(demo, PROMPT, gen.result(good), recorder.rows, good_params)
+    # The prompt of the failed one was published before it went wrong; what went wrong was not.
+    again = Recorder()
+    params = SamplingParams(max_new_tokens=12, logits_processor=again)
+    (result,) = gen.generate([[9, 8, 7]], params)
+    assert_equals_solo(demo, [9, 8, 7], result, again.rows, params)
+    for pools in gen.pools.pools.values():
+        assert not any(torch.isnan(pool).any() for pool in pools)
+
+
+def test_a_request_that_takes_too_long_times_out_and_leaves_the_rest(gen):
+    late = gen.add(PROMPT, SamplingParams(max_new_tokens=50), timeout=0.0)
+    good = gen.add(PROMPT, SamplingParams(max_new_tokens=3))
+    outputs = []
+    while gen.has_unfinished():
+        outputs += gen.step()
+    assert gen.result(late).finish_reason == "timeout" and len(gen.result(good).token_ids) == 3
+    assert [o.finish_reason for o in outputs if o.rid == late] == ["timeout"]
+
+
+@pytest.mark.parametrize("moment", range(6))
+def test_an_abort_at_any_moment_frees_everything(gen, moment):
+    rid = gen.add(PROMPT * 40, SamplingParams(max_new_tokens=20))
+    for _ in range(moment):
+        gen.step()
+    gen.abort(rid)
+    gen.abort(rid)  # again, and unknown ones: nothing
+    gen.abort(12345)
+    assert [o.finish_reason for o in gen.step()] == ["abort"]
+    assert gen.stats()["running"] == gen.stats()["waiting"] == 0
+    assert gen.pool.num_slots == gen.index.num_snapshots
+
+
+def test_closing_a_stream_aborts_its_request(gen):
+    stream = gen.stream(PROMPT, SamplingParams(max_new_tokens=50))
+    next(stream)
+    stream.close()
+    assert not gen.has_unfinished()
+
+
+def test_async_streams_share_steps(gen):
+    async def collect(prompt, new):
+        return [o async for o in gen.astream(prompt, SamplingParams(max_new_tokens=new))]
+
+    async def main():
+        return await asyncio.gather(*(collect([9 + i, *PROMPT], 5 + i) for i in range(4)))
+
+    streams = asyncio.run(main())
+    for i, outputs in enumerate(streams):
+        (expected,) = gen.generate([[9 + i, *PROMPT]], SamplingParams(max_new_tokens=5 + i))
+        assert [t for o in outputs for t in o.token_ids] == expected.token_ids
+    assert gen.num_steps < 40
+
+
+def test_requests_may_be_added_from_another_thread_while_it_steps(gen):
+    rids = []
+
+    def add_some():
+        for i in range(10):
+            rids.append(gen.add([i + 1, *PROMPT], SamplingParams(max_new_tokens=3)))
+
+    thread = threading.Thread(target=add_some)
+    thread.start()
+    while thread.is_alive() or gen.has_unfinished():
+        gen.step()
+    assert len({gen.result(rid).rid for rid in rids}) == 10
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([],), "not empty"), (([1, 99999],), "99999"), (([1], SamplingParams(max_new_tokens=10**6)), "latent blocks"),
+    ],
+)  # fmt: skip
+def test_what_can_never_run_is_refused_when_it_is_added(gen, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        gen.add(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_num_seqs": 0}, "max_num_seqs"), ({"scheduler": "best"}, "fcfs"), ({"memory": 10}, "memory"),
+        ({"num_blocks": 0}, "num_blocks"), ({"max_tokens_per_step": 3}, "max_tokens_per_step"),
+    ],
+)  # fmt: skip
+def test_wrong_settings_are_named(demo, options, message):
+    with pytest.raises(ValueError, match=message):
+        KimiK3Generator(demo, **options)
+
+
+def test_one_slot_serves_many_requests_one_after_another(demo):
+    """A slot that is used again is no history, and a request that must wait for it loses nothing."""
+    with KimiK3Generator(demo, max_num_seqs=1, num_blocks=40, prefix_cache=False, batch_invariant=True) as gen:
+        recorders = [Recorder() for _ in range(6)]
+        prompts = [[5 + i] * (1 + 20 * i) for i in range(6)]
+        many = [SamplingParams(max_new_tokens=4, logits_processor=r) for r in recorders]
+        for prompt, result, params in zip(prompts, gen.generate(prompts, many), many):
+            assert_equals_solo(demo, prompt, result, params.logits_processor.rows, params)
+
+
+@pytest.mark.parametrize("how", ["park", "drop"])
+def test_preemption_at_every_step_changes_nothing(demo, how):
+    prompt = [(7 * i) % 900 + 1 for i in range(150)]
+    for moment in range(1, 9):
+        with KimiK3Generator(demo, max_num_seqs=2, num_blocks=100, max_tokens_per_step=64, batch_invariant=True) as gen:
+            recorder = Recorder()
+            params = SamplingParams(max_new_tokens=6, temperature=1.0, seed=3, logits_processor=recorder)
+            rid = gen.add(prompt, params)
+            for _ in range(moment):
+                gen.step()
+            if rid in gen._requests and gen._requests[rid].is_running:
+                gen._preempt(gen._requests[rid], how)
+                assert gen.pool.num_slots == gen.index.num_snapshots
+            finish(gen)
+            assert_equals_solo(demo, prompt, gen.result(rid), recorder.rows, params)
+
+
+@pytest.mark.slow
+def test_ten_thousand_short_requests_leak_nothing(demo):
+    import resource
+
+    with KimiK3Generator(demo, max_num_seqs=32, num_blocks=60, batch_invariant=True) as gen:
+        peak = []
+        for batch in range(100):
+            gen.generate([[batch + 1, i + 1, 3] for i in range(100)], SamplingParams(max_new_tokens=2))
+            gen.index.clear()
+            assert gen.pool.num_slots == gen.pool.num_blocks == 0 and not gen._results
+            peak.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+        assert peak[-1] - peak[20] < 8 * 1024  # KiB

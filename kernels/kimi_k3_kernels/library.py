@@ -95,7 +95,8 @@ def by_rows(function: Callable[..., Any], *tensors: Tensor) -> Any:
         return function(*tensors)
     pieces = [function(*piece) for piece in zip(*(tensor.split(count) for tensor in tensors), strict=True)]
     if isinstance(pieces[0], tuple):
-        return type(pieces[0])(*map(torch.cat, zip(*pieces)))
+        columns = map(torch.cat, zip(*pieces))
+        return pieces[0]._make(columns) if hasattr(pieces[0], "_make") else tuple(columns)
     return torch.cat(pieces)
 
 

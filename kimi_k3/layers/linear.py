@@ -33,7 +33,7 @@ def project(
 def _in_blocks(projection: nn.Linear, x_TD: Tensor) -> Tensor:
     """A projection of any kind, in blocks of one size: the order of its sums may depend on the number of rows."""
     blocks = F.pad(x_TD, (0, 0, 0, -x_TD.shape[0] % ROW_BLOCK)).split(ROW_BLOCK)
-    return torch.cat([projection(block.clone()) for block in blocks])[: x_TD.shape[0]]
+    return torch.cat([projection(block) for block in blocks])[: x_TD.shape[0]]
 
 
 def _is_plain(projection: nn.Linear) -> bool:

@@ -171,7 +171,11 @@ def test_a_prompt_in_pieces_equals_the_whole(instructions: str, dtype: torch.dty
         pool, tables = paged([latent[:past]], 16)
         lens = torch.tensor([past], dtype=torch.int32)
         got = mla_prefill(q[past:], latent[past:], weight, pool, tables, lens, packed([300 - past]), scale)
-        assert torch.equal(got, want[past:])
+        if past < 299:
+            assert torch.equal(got, want[past:])
+        else:  # one token and a long past: the absorbed form, which rounds a query in the latent space
+            tolerance = 1e-6 if dtype == torch.float32 else 2.0**-6
+            torch.testing.assert_close(got, want[past:], atol=tolerance, rtol=tolerance)
 
 
 def test_heads_expanded_in_groups_change_nothing(instructions: str):

@@ -19,9 +19,9 @@ def _probabilities(sources: list[Tensor], weight_D: Tensor, eps: float) -> tuple
     for source_TD in sources:
         wide_TD = source_TD.to(compute)
         inverse_rms.append(torch.rsqrt(wide_TD.square().mean(-1) + eps))
-        dots.append(wide_TD @ weight_D.to(compute))
+        dots.append((wide_TD * weight_D.to(compute)).sum(-1))  # a library's product would sum by the number of rows
     inverse_rms_MT, dots_MT = torch.stack(inverse_rms), torch.stack(dots)
-    return torch.softmax(inverse_rms_MT * dots_MT, dim=0), inverse_rms_MT, dots_MT
+    return torch.softmax((inverse_rms_MT * dots_MT).t(), dim=-1).t(), inverse_rms_MT, dots_MT
 
 
 def attn_res_mix_reference(running_sum: Tensor, bank: Tensor, num_blocks: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -32,7 +32,7 @@ def attn_res_mix_reference(running_sum: Tensor, bank: Tensor, num_blocks: Tensor
     probabilities_MT, _, _ = _probabilities(sources, weight, eps)
     mixed_TD = torch.zeros(running_sum.shape, dtype=compute_dtype(running_sum), device=running_sum.device)
     for probability_T, source_TD in zip(probabilities_MT, sources):
-        mixed_TD.addcmul_(probability_T[:, None], source_TD.to(mixed_TD.dtype))
+        mixed_TD += probability_T[:, None] * source_TD.to(mixed_TD.dtype)
     return mixed_TD.to(running_sum.dtype)
 
 

@@ -10,17 +10,20 @@ from torch import Tensor
 
 # A library GEMM chooses the order of its sums by its sizes, so all have one: zeros fill the last rows.
 ROW_BLOCK = 16
+# And by where a row begins in memory: zeros make every row whole cache lines (16 floats).
+DEPTH_MULTIPLE = 16
 
 
-def row_blocks(x_TK: Tensor) -> list[Tensor]:
-    """[T, K] as blocks of 16 rows, each a copy of its own: a GEMM may also look at where its rows lie in memory."""
-    padded = F.pad(x_TK, (0, 0, 0, -x_TK.shape[0] % ROW_BLOCK))
-    return [block.clone(memory_format=torch.contiguous_format) for block in padded.split(ROW_BLOCK)]
+def pad_depth(x: Tensor, dim: int = -1) -> Tensor:
+    """Zeros behind the elements of `dim`, up to a multiple of 16: products over it stay as they are."""
+    missing = -x.shape[dim] % DEPTH_MULTIPLE
+    return F.pad(x.transpose(dim, -1), (0, missing)).transpose(dim, -1) if missing else x
 
 
 def linear_rows_reference(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
     if x.shape[0] == 0:
         return x.new_empty((0, sum(weight.shape[0] for weight in weights)))
-    wide = [weight.to(x.dtype) for weight in weights]
-    blocks = [torch.cat([F.linear(block, weight) for weight in wide], dim=-1) for block in row_blocks(x)]
-    return torch.cat(blocks)[: x.shape[0]].contiguous()
+    wide = [pad_depth(weight.to(x.dtype)) for weight in weights]
+    blocks = F.pad(pad_depth(x), (0, 0, 0, -x.shape[0] % ROW_BLOCK)).split(ROW_BLOCK)
+    out = [torch.cat([F.linear(block, weight) for weight in wide], dim=-1) for block in blocks]
+    return torch.cat(out)[: x.shape[0]].contiguous()

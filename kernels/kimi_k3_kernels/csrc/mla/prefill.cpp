@@ -1,6 +1,9 @@
-// Causal attention of new tokens, heads expanded from latents a few at a time, scores a tile at a time.
+// Causal attention of new tokens: heads expanded from latents a few at a time, scores a tile at a time. A sequence of few
+// new tokens and a long past takes the absorbed form instead, which expands nothing.
 #include <type_traits>
 
+#include "../head_matvec/head_matvec.h"
+#include "absorbed.h"
 #include "latents.h"
 #include "tile.h"
 
@@ -10,6 +13,7 @@ namespace {
 
 constexpr int64_t kQueryTile = 48;
 constexpr int64_t kKeyTile = 2 * kColumns;
+constexpr int64_t kAbsorbedCost = 2;  // of a product, measured against one of the expanded form
 constexpr int64_t kExpandedBytes = int64_t(16) << 20;  // of keys and values at once, or one head for each thread
 
 struct Sequence {
@@ -29,9 +33,27 @@ struct Work {
   std::vector<Sequence> sequences;
   std::vector<Panel> panels;
   std::vector<Tile> tiles;
+  std::vector<int64_t> absorbed;  // the sequences that take the absorbed form
 };
 
-Work plan(const Integers& past_lens, const Integers& cu_seqlens, int64_t count, int64_t num_tokens) {
+struct Dims {
+  int64_t heads, nope, rope, rank, value;
+  int64_t query() const { return nope + rope; }
+  int64_t expanded() const { return nope + value; }
+  int64_t latent() const { return rank + rope; }
+};
+
+// By products of a head: expanding all latents and attending in the heads' width, or attending in the latents' width.
+// Each row of the absorbed form packs all latents for itself, which weighs as much again for few heads.
+bool is_absorbed(const Sequence& sequence, const Dims& dims) {
+  if (sequence.past == 0) return false;
+  const int64_t length = sequence.length(), rows = sequence.new_tokens;
+  const int64_t expanded = length * dims.rank * dims.expanded() + rows * length * (dims.query() + dims.value);
+  const int64_t absorbed = rows * (dims.rank * dims.expanded() + length * (dims.latent() + dims.rank));
+  return kAbsorbedCost * absorbed < expanded;
+}
+
+Work plan(const Integers& past_lens, const Integers& cu_seqlens, int64_t count, int64_t num_tokens, const Dims& dims) {
   Work work;
   STD_TORCH_CHECK(cu_seqlens[0] == 0 && cu_seqlens[count] == num_tokens, "mla_prefill: want cu_seqlens from 0 to ",
                   num_tokens, ", got ", cu_seqlens[0], " to ", cu_seqlens[count]);
@@ -43,6 +65,10 @@ Work plan(const Integers& past_lens, const Integers& cu_seqlens, int64_t count, 
     Sequence sequence{begin, end - begin, past_lens[n], static_cast<int64_t>(work.panels.size())};
     work.sequences.push_back(sequence);
     if (sequence.new_tokens == 0) continue;
+    if (is_absorbed(sequence, dims)) {
+      work.absorbed.push_back(n);
+      continue;
+    }
     for (int64_t t = 0; t < sequence.length(); t += kColumns)
       work.panels.push_back({n, t, std::min(kColumns, sequence.length() - t)});
     // Short and long rows of scores in turn, so that equal shares of the tiles are nearly equal work.
@@ -55,14 +81,8 @@ Work plan(const Integers& past_lens, const Integers& cu_seqlens, int64_t count, 
   return work;
 }
 
-struct Dims {
-  int64_t heads, nope, rope, rank, value;
-  int64_t query() const { return nope + rope; }
-  int64_t expanded() const { return nope + value; }
-};
-
 template <class P>
-void run(const Tensor& q, const Tensor& latent, const Tensor& kv_b_weight, const LatentPool<typename P::Source>& pool,
+void run_expanded(const Tensor& q, const Tensor& latent, const Tensor& kv_b_weight, const LatentPool<typename P::Source>& pool,
          const Work& work, const Dims& dims, float scale, const Tensor& out) {
   using Source = typename P::Source;
   using Element = typename P::Element;
@@ -176,6 +196,49 @@ void run(const Tensor& q, const Tensor& latent, const Tensor& kv_b_weight, const
   }
 }
 
+// Each new token is a row: q_n through the keys' half of the weight, attention over latents, the values' half.
+template <class P>
+void run_absorbed(const Tensor& q, const Tensor& latent, const Tensor& kv_b_weight, const LatentPool<typename P::Source>& pool,
+                  const Work& work, const Dims& dims, float scale, const Tensor& out) {
+  using Source = typename P::Source;
+  struct Row {
+    int64_t sequence, token;  // the packed row
+  };
+  std::vector<Row> rows;
+  std::vector<int64_t> lengths;
+  for (int64_t n : work.absorbed)
+    for (int64_t i = 0; i < work.sequences[n].new_tokens; ++i) {
+      rows.push_back({n, work.sequences[n].first_row + i});
+      lengths.push_back(work.sequences[n].past + i + 1);
+    }
+  const int64_t count = rows.size(), heads = dims.heads;
+  const Source *q_rows = data<Source>(q), *latent_rows = data<Source>(latent), *weight = data<Source>(kv_b_weight);
+  Source* target = mutable_data<Source>(out);
+  Buffer<Source> nope(count * heads * dims.nope), queries(count * heads * dims.latent());
+  Buffer<Source> contexts(count * heads * dims.rank), values(count * heads * dims.value);
+  for (int64_t i = 0; i < count; ++i)
+    for (int64_t h = 0; h < heads; ++h) {
+      const Source* from = q_rows + (rows[i].token * heads + h) * dims.query();
+      std::copy_n(from, dims.nope, nope.start + (i * heads + h) * dims.nope);
+      std::copy_n(from + dims.nope, dims.rope, queries.start + (i * heads + h) * dims.latent() + dims.rank);
+    }
+  const int64_t head_size = dims.expanded() * dims.rank;
+  head_products<Source>({nope.start, heads * dims.nope, dims.nope}, {weight, head_size, dims.rank}, true, count, heads, dims.nope,
+                        dims.rank, {queries.start, heads * dims.latent(), dims.latent()});
+  auto find_latents = [&](int64_t row, int64_t begin, int64_t end, const Source** found) {
+    const Sequence& sequence = work.sequences[rows[row].sequence];
+    const int64_t stored = std::clamp(sequence.past, begin, end);
+    pool.rows(rows[row].sequence, begin, stored, found);
+    for (int64_t t = stored; t < end; ++t)
+      found[t - begin] = latent_rows + (sequence.first_row + t - sequence.past) * dims.latent();
+  };
+  attend_absorbed<P>(queries.start, heads, dims.latent(), lengths, find_latents, dims.rank, scale, contexts.start);
+  head_products<Source>({contexts.start, heads * dims.rank, dims.rank}, {weight + dims.nope * dims.rank, head_size, dims.rank},
+                        false, count, heads, dims.rank, dims.value, {values.start, heads * dims.value, dims.value});
+  for (int64_t i = 0; i < count; ++i)
+    std::copy_n(values.start + i * heads * dims.value, heads * dims.value, target + rows[i].token * heads * dims.value);
+}
+
 Tensor mla_prefill(Tensor q, Tensor latent, Tensor kv_b_weight, Tensor latent_pool, Tensor block_tables, Tensor past_lens,
                    Tensor cu_seqlens, double scale) {
   const bool is_bf16 = q.scalar_type() == ScalarType::BFloat16;
@@ -202,14 +265,15 @@ Tensor mla_prefill(Tensor q, Tensor latent, Tensor kv_b_weight, Tensor latent_po
                   "mla_prefill: want q [T, H, nope + rope], latent [T, R + rope], kv_b_weight [H (nope + V), R]");
   dims.value = kv_b_weight.size(0) / dims.heads - dims.nope;
   Tensor out = new_tensor(q, {q.size(0), dims.heads, dims.value});
-  const Work work = plan(Integers(past_lens), Integers(cu_seqlens), past_lens.size(0), q.size(0));
-  if (work.tiles.empty()) return out;
+  const Work work = plan(Integers(past_lens), Integers(cu_seqlens), past_lens.size(0), q.size(0), dims);
   with_policy(is_bf16, [&](auto policy) {
     using P = decltype(policy);
     LatentPool<typename P::Source> pool("mla_prefill", latent_pool, block_tables);
     for (size_t n = 0; n < work.sequences.size(); ++n)
       if (work.sequences[n].new_tokens > 0) pool.check(n, work.sequences[n].past);
-    run<P>(q, latent, kv_b_weight, pool, work, dims, static_cast<float>(scale * 1.4426950408889634), out);
+    const float scale2 = static_cast<float>(scale * 1.4426950408889634);
+    if (!work.tiles.empty()) run_expanded<P>(q, latent, kv_b_weight, pool, work, dims, scale2, out);
+    if (!work.absorbed.empty()) run_absorbed<P>(q, latent, kv_b_weight, pool, work, dims, scale2, out);
   });
   return out;
 }

@@ -90,6 +90,12 @@ class Fetch:
         self._stack._counts[f"failed_{reason}"] += len(self._open)
         self._open.clear()
         self._queue.clear()
+        self._settle()
+
+    def _settle(self) -> None:
+        """After an outcome: wake who waits, and forget a fetch that ended with nothing to take."""
+        if not self._open and not self._held_bytes:
+            self._release()
         self._stack._changed.notify_all()
 
     def _release(self) -> None:
@@ -400,7 +406,7 @@ class TierStack:
                     self._counts["fetched_bytes"] += size
                     if codec != EXACT:
                         fetch.lossy_keys.add(key)
-                self._changed.notify_all()
+                fetch._settle()
 
     def _next_fetch(self) -> Fetch | None:
         """The oldest fetch with something to read, if there is room for the result."""

@@ -17,7 +17,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
@@ -298,23 +298,16 @@ class DiskTier(Tier):
 
     def _write(self, path: Path, pieces: list[memoryview]) -> None:
         path.parent.mkdir(exist_ok=True)
-        for is_last in (False, True):
-            temporary = path.with_name(f".{uuid.uuid4().hex}.tmp")
+        with _open_temporary(path.parent) as file:
             try:
-                with open(temporary, "xb") as file:
-                    fcntl.flock(file, fcntl.LOCK_EX)
-                    for piece in pieces:
-                        file.write(piece)
-                    file.flush()
-                    if self._fsync:
-                        os.fsync(file.fileno())
-                    os.replace(temporary, path)
-                break
-            except FileNotFoundError:  # a scan came between open and flock, and took it for a leftover
-                if is_last:
-                    raise
+                for piece in pieces:
+                    file.write(piece)
+                file.flush()
+                if self._fsync:
+                    os.fsync(file.fileno())
+                os.replace(file.name, path)
             except BaseException:
-                temporary.unlink(missing_ok=True)
+                Path(file.name).unlink(missing_ok=True)
                 raise
         if self._fsync:
             descriptor = os.open(path.parent, os.O_RDONLY)
@@ -425,6 +418,16 @@ def _touch(path: Path) -> None:
         os.utime(path, ns=(now_ns, now_ns))
     except FileNotFoundError:
         pass
+
+
+def _open_temporary(folder: Path) -> BinaryIO:
+    """A new locked file. A scan that came between open and lock has removed it as a leftover: then another."""
+    while True:
+        file = open(folder / f".{uuid.uuid4().hex}.tmp", "xb")  # noqa: SIM115
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if os.fstat(file.fileno()).st_nlink:
+            return file
+        file.close()
 
 
 def _remove_leftover(path: str) -> None:

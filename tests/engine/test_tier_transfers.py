@@ -81,6 +81,7 @@ def test_what_is_stored_comes_back(make, tmp_path):
     fetch = fetched(stack, range(21))
     assert fetch.done() and fetch.failures == {key(20): "absent"}
     assert all(same(fetch.results()[key(number)], entry(number)) for number in range(20))
+    assert stack.flush(10)
     stats = stack.stats()
     assert stats["host"]["entries"] == 3 and stats["transfers"]["demoted"] >= 17
     assert stats["transfers"]["fetched_bytes"] == 20 * ENTRY_BYTES and stats["transfers"]["held_bytes"] == 0
@@ -244,6 +245,10 @@ def test_results_that_nobody_takes_stop_the_reading(make):
     assert third.wait(5) and not second.done()  # someone waits for it
     assert len(first.results()) == 4 and second.wait(5) and len(second.results()) == len(third.results()) == 4
     assert stack.stats()["transfers"]["held_bytes"] == 0 and stack.stats()["transfers"]["fetches"] == 0
+    missing, large, late = stack.fetch([key(99)]), stack.fetch([key(n) for n in range(4)]), stack.fetch([key(5)])
+    assert missing.wait(5) and large.wait(5) and not late.done()
+    large.cancel()  # what failed holds nothing up, and neither does what was given up
+    assert late.wait(5) and late.results() and stack.stats()["transfers"]["fetches"] == 0
 
 
 # Slow, broken and cancelled
@@ -275,7 +280,7 @@ def test_a_slow_read_times_out_and_is_cancelled(make):
     slow.gate.set()
     assert len(fetched(stack, range(4)).results()) == 4 and late.results() == {}
     stats = stack.stats()["transfers"]
-    assert (stats["failed_timeout"], stats["failed_cancelled"], stats["fetches"]) == (2, 2, 1)
+    assert (stats["failed_timeout"], stats["failed_cancelled"], stats["fetches"]) == (2, 2, 0)
 
 
 @pytest.mark.parametrize("error", [TierError("io", "broken"), TierError("damaged", "bits"), ValueError("a bug")])
@@ -332,7 +337,9 @@ def test_close_writes_what_is_queued_and_ends_the_threads(make, tmp_path):
     stack.close()
     stack.close()
     assert all(same(DiskTier(tmp_path, 1 << 20).get(key(number)), entry(number)) for number in range(5))
-    assert fetch.done() and not stack.store(key(6), entry(6)) and stack.fetch([key(1)]).failures == {key(1): "cancelled"}
+    assert (
+        fetch.done() and not stack.store(key(6), entry(6)) and stack.fetch([key(1)]).failures == {key(1): "cancelled"}
+    )
 
 
 def test_close_does_not_wait_for_a_tier_that_hangs(make):
@@ -350,7 +357,7 @@ def test_wrong_calls_are_refused(make, tmp_path):
     stack = make(HostTier(1 << 20))
     with pytest.raises(ValueError, match="key: want"):
         stack.fetch([key(1), "x"])
-    with pytest.raises(ValueError, match="tier_index: want 0..0, got 1"):
+    with pytest.raises(ValueError, match=r"tier_index: want 0\.\.0, got 1"):
         stack.store(key(1), entry(1), tier_index=1)
     with pytest.raises(ValueError, match="num_bytes"):
         stack.store(key(1), lambda: entry(1))

@@ -68,7 +68,7 @@ def shared_server() -> Iterator[Server]:
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    server = Server("--maxmemory", "3mb", "--maxmemory-policy", "noeviction")
+    server = Server("--maxmemory", "12mb", "--maxmemory-policy", "noeviction")
     yield server
     server.stop()
 
@@ -123,7 +123,8 @@ def test_an_entry_is_never_rewritten(tier):
 
 
 @pytest.mark.parametrize(
-    "bad", ["", "a" * 63, "A" * 64, "g" * 64, key(1) + "/x", "../" + "a" * 64, key(1) + ".x", key(1) + "-B", key(1) + "\n"]
+    "bad",
+    ["", "a" * 63, "A" * 64, "g" * 64, key(1) + "/x", "../" + "a" * 64, key(1) + ".x", key(1) + "-B", key(1) + "\n"],
 )
 def test_a_key_is_hex_and_short_suffixes(tier, bad):
     for call in (tier.get, tier.contains, tier.delete, lambda name: tier.put(name, entry(1))):
@@ -361,7 +362,8 @@ def test_disk_can_sync(tmp_path, monkeypatch):
 def processes(*arguments: object) -> dict[str, int]:
     script = Path(__file__).with_name("tier_processes.py")
     run = subprocess.run([sys.executable, script, *map(str, arguments)], capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr
+    print(run.stderr)  # of what failed in a process of its own
+    assert run.returncode == 0
     return json.loads(run.stdout)
 
 
@@ -417,7 +419,10 @@ def test_threads_share_a_folder(tmp_path):
 
 @pytest.mark.parametrize("kind", ["host", "disk"])
 def test_lossy_error_is_bounded_and_named(tmp_path, kind):
-    make = {"host": lambda **codec: HostTier(1 << 22, **codec), "disk": lambda **codec: DiskTier(tmp_path, 1 << 22, **codec)}
+    make = {
+        "host": lambda **codec: HostTier(1 << 22, **codec),
+        "disk": lambda **codec: DiskTier(tmp_path, 1 << 22, **codec),
+    }
     generator = torch.Generator().manual_seed(3)
     states = torch.randn(4, 64, 64, generator=generator) * torch.logspace(-6, 3, 64)[:, None]
     states[0, 3] = 0
@@ -463,7 +468,7 @@ def test_lossy_entries_are_smaller_and_keep_what_is_not_finite():
 
 
 def test_codecs_are_known():
-    with pytest.raises(ValueError, match="latents exact|fp8"):
+    with pytest.raises(ValueError, match=r"latents exact\|fp8"):
         HostTier(1, latents="bf16")
     with pytest.raises(ValueError, match="got 0"):
         HostTier(0)
@@ -506,7 +511,7 @@ def test_remote_server_that_comes_back_is_used_again(server):
     tier = RemoteTier(server.url, pause_s=0.0)
     tier.put(key(1), entry(1))
     for _ in range(2):  # the pooled connection is dead, the next try opens another
-        tier._client.client_kill_filter(_type="normal", skipme=False) if False else tier._client.connection_pool.disconnect()
+        tier._client.connection_pool.disconnect()
         assert same(tier.get(key(1)), entry(1))
 
 
@@ -524,7 +529,7 @@ def test_remote_full_or_too_big_is_refused(server):
     tier = RemoteTier(server.url, max_entry_bytes=1 << 21)
     big = {"a": torch.zeros(1 << 20, dtype=torch.uint8)}
     assert not tier.put(key(1), {"a": torch.zeros(1 << 21, dtype=torch.uint8)})
-    stored = [tier.put(key(number), big) for number in range(2, 7)]
+    stored = [tier.put(key(number), big) for number in range(2, 20)]
     assert stored[0] and not stored[-1] and tier.stats()["refused"] >= 2
 
 

@@ -10,6 +10,8 @@ import random
 import signal
 import sys
 import time
+import traceback
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -46,8 +48,12 @@ def stored_files(folder: Path) -> list[Path]:
 def forked(work: Callable[[], None]) -> int:
     process = os.fork()
     if process == 0:
-        work()
-        os._exit(0)
+        try:
+            work()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(3)
     return process
 
 
@@ -103,7 +109,7 @@ def kill(folder: str, rounds: int, seed: int) -> dict[str, int]:
 def use(folder: str, seconds: float, seed: int) -> None:
     """Random puts, reads and deletes of few keys in a folder that is too small for them; exits 1 on a wrong entry."""
     tier, choice = DiskTier(folder, 100_000), random.Random(seed)
-    end = time.monotonic() + seconds
+    end, counts = time.monotonic() + seconds, Counter[str]()
     while time.monotonic() < end:
         number = choice.randrange(60)
         action = choice.random()
@@ -116,9 +122,11 @@ def use(folder: str, seconds: float, seed: int) -> None:
         elif action < 0.97:
             tier.delete(key(number))
         else:
+            counts.update(tier.stats())
             tier = DiskTier(folder, 100_000)  # a restart: scans, and looks for leftovers of the dead
-    stats = tier.stats()
-    if stats["damaged"] or stats["foreign"] or stats["io"] or not stats["hits"]:
+    counts.update(tier.stats())
+    if counts["damaged"] or counts["foreign"] or counts["io"] or not counts["hits"] or not counts["evicted"]:
+        print(counts, file=sys.stderr)
         os._exit(2)
 
 
@@ -137,4 +145,6 @@ def share(folder: str, seconds: float, seed: int) -> dict[str, int]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     mode, folder, amount, seed = sys.argv[1:]
-    print(json.dumps(kill(folder, int(amount), int(seed)) if mode == "kill" else share(folder, float(amount), int(seed))))
+    print(
+        json.dumps(kill(folder, int(amount), int(seed)) if mode == "kill" else share(folder, float(amount), int(seed)))
+    )

@@ -19,6 +19,7 @@ from torch import Tensor
 Payload = dict[str, Tensor]  # name -> CPU tensor; what one entry holds
 Precision = Literal["exact", "bf16", "fp8"]
 
+LOSSY = "-lossy-"  # in the keys of entries that are not bit for bit
 FORMAT = "kimi_k3-tier-1"  # changes when older bytes must not be read any more
 KEY = re.compile(r"[0-9a-f]{64}(-[a-z0-9]{1,16}){0,8}")
 DTYPES = {
@@ -62,6 +63,11 @@ def payload_bytes(payload: Payload) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in payload.values())
 
 
+def byte_view(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, writable if it is."""
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
 def pack(key: str, payload: Payload) -> list[memoryview]:
     """The pieces whose concatenation is the entry's safetensors file; the data pieces are views of the payload."""
     # Widest elements first: then every tensor starts on a multiple of its element size, without holes.
@@ -69,7 +75,7 @@ def pack(key: str, payload: Payload) -> list[memoryview]:
     table: dict[str, Any] = {}
     pieces, position = [], 0
     for name, tensor in ordered:
-        data = memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+        data = byte_view(tensor.contiguous())
         span = [position, position + data.nbytes]
         table[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": span}
         pieces.append(data)
@@ -100,7 +106,7 @@ def unpack(key: str, data: Tensor) -> Payload:
             payload[name], position = data[position : start + end].view(dtype).view(shape), start + end
         if position != len(data):
             raise ValueError(f"want {position} bytes, got {len(data)}")
-        if _digest(metadata["key"], table, [memoryview(data[start:].numpy())]) != metadata["sha256"]:
+        if _digest(metadata["key"], table, [byte_view(data[start:])]) != metadata["sha256"]:
             raise ValueError("checksum differs")
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, RecursionError, OverflowError) as error:
         if isinstance(error, TierError):
@@ -133,7 +139,7 @@ class LossyCodec(NamedTuple):
     @property
     def suffix(self) -> str:
         """What lossy keys end in, so that an exact and a lossy entry are never taken for each other."""
-        return "" if self == LossyCodec() else f"-lossy-{self.latents}-{self.snapshots}"
+        return "" if self == LossyCodec() else f"{LOSSY}{self.latents}-{self.snapshots}"
 
     def check(self) -> LossyCodec:
         """Raise ValueError unless latents are "exact" or "fp8", snapshots "exact", "bf16" or "fp8"."""

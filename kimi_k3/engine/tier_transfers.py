@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from kimi_k3.engine.tier_format import LossyCodec, Payload, TierError, check_key, check_payload, payload_bytes
 from kimi_k3.engine.tiers import Tier
 
+EXACT = LossyCodec()
 logger = logging.getLogger(__name__)
 
 
@@ -89,6 +90,12 @@ class Fetch:
         self._stack._counts[f"failed_{reason}"] += len(self._open)
         self._open.clear()
         self._queue.clear()
+        self._settle()
+
+    def _settle(self) -> None:
+        """After an outcome: wake who waits, and forget a fetch that ended with nothing to take."""
+        if not self._open and not self._held_bytes:
+            self._release()
         self._stack._changed.notify_all()
 
     def _release(self) -> None:
@@ -108,7 +115,7 @@ class _Write:
     payload: Payload | None = None
     ready: Callable[[], None] | None = None
     released: Callable[[], None] | None = None
-    codec: LossyCodec = LossyCodec()  # that the bytes went through already
+    codec: LossyCodec = EXACT  # that the bytes went through already
     lock: threading.Lock = field(default_factory=threading.Lock)
     error: Exception | None = None
 
@@ -184,7 +191,7 @@ class TierStack:
         self._held_bytes = 0
         self._is_closed = self._is_stopped = False
         for index, tier in enumerate(self.tiers[:-1]):
-            tier.on_evict = lambda key, read, index=index: self._demote(index, key, read)  # type: ignore[misc]
+            tier.on_evict = lambda key, read, index=index: self._demote(index, key, read)
         self._threads = [
             threading.Thread(target=target, name=f"kimi_k3-tiers-{target.__name__[1:]}-{number}", daemon=True)
             for target, count in ((self._read_loop, read_threads), (self._write_loop, write_threads))
@@ -380,7 +387,7 @@ class TierStack:
                 payload, reason, codec = self._read(key)
             except Exception:
                 logger.exception("tiers: could not read %s", key)
-                payload, reason, codec = None, "io", LossyCodec()
+                payload, reason, codec = None, "io", EXACT
             with self._changed:
                 self._counts["read_us"] += int((time.monotonic() - start) * 1e6)
                 fetch._expire()
@@ -397,9 +404,9 @@ class TierStack:
                     self._held_bytes += size
                     self._counts["fetched"] += 1
                     self._counts["fetched_bytes"] += size
-                    if codec != LossyCodec():
+                    if codec != EXACT:
                         fetch.lossy_keys.add(key)
-                self._changed.notify_all()
+                fetch._settle()
 
     def _next_fetch(self) -> Fetch | None:
         """The oldest fetch with something to read, if there is room for the result."""
@@ -430,9 +437,9 @@ class TierStack:
                     with self._changed:
                         self._counts["promoted"] += 1
             return payload, "", tier.codec
-        return None, reason, LossyCodec()
+        return None, reason, EXACT
 
 
 def _may_hold(tier: Tier, codec: LossyCodec) -> bool:
     """Whether bytes that went through `codec` may lie in `tier` under its keys."""
-    return codec in (LossyCodec(), tier.codec)
+    return codec in (EXACT, tier.codec)

@@ -14,118 +14,92 @@ import threading
 import time
 import uuid
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kimi_k3.engine.tier_format import (
-    FORMAT, LossyCodec, Payload, Precision, TierError, check_key, check_payload, pack, unpack,
-)  # fmt: skip
-
-OnEvict = Callable[[str, Callable[[], Payload | None]], None]  # key, and a read of the entry that still works
-
-
-class Tier(Protocol):
-    """What holds entries. Every method may be called from any thread."""
-
-    name: str  # "host", "disk", "remote"
-    is_shared: bool  # other processes see what is stored
-    codec: LossyCodec  # LossyCodec() where entries come back bit for bit
-    on_evict: OnEvict | None  # called before an entry leaves to make room; set by `TierStack`
-
-    def put(self, key: str, payload: Payload) -> bool:
-        """Store a copy of `payload`. True also if `key` is there already; False if it does not fit.
-
-        Raises: ValueError for a key or payload that no tier takes; TierError "io" or "timeout".
-        """
-
-    def get(self, key: str) -> Payload | None:
-        """The entry, or None if it is not there. The tensors are to be read, never written: they may be the tier's own.
-
-        Raises: TierError: "damaged" or "foreign" (the entry is then removed), "io", "timeout".
-        """
-
-    def contains(self, key: str) -> bool:
-        """Whether `key` is there, without reading it. Raises: TierError "io" or "timeout" (remote)."""
-
-    def delete(self, key: str) -> None:
-        """Remove the entry if it is there."""
-
-    def stats(self) -> dict[str, int]:
-        """Counts since the start: hits, misses, puts, refused, evicted, damaged, foreign, io, ...; entries and bytes now."""
-
-    def close(self) -> None:
-        """Release what the tier holds open. Stored entries of shared tiers stay."""
+    FORMAT,
+    LOSSY,
+    LossyCodec,
+    Payload,
+    Precision,
+    TierError,
+    byte_view,
+    check_key,
+    check_payload,
+    pack,
+    unpack,
+)
 
 
-class _Tier:
-    """What the tiers have in common: keys, codec, counts; a subclass stores."""
+class Tier:
+    """What holds entries: the one interface, and what all tiers share (keys, codec, counts). Thread safe, synchronous.
+
+    name: "host", "disk" or "remote".     is_shared: whether other processes see what is stored.
+    codec: LossyCodec() where entries come back bit for bit.
+    on_evict: called with a key and a way to read the entry before it leaves to make room; set by `TierStack`.
+    """
 
     name: str
     is_shared: bool
 
     def __init__(self, latents: Precision, snapshots: Precision) -> None:
         self.codec = LossyCodec(latents, snapshots).check()
-        self.on_evict: OnEvict | None = None
+        self.on_evict: Callable[[str, Callable[[], Payload | None]], None] | None = None
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
 
     def put(self, key: str, payload: Payload) -> bool:
-        check_key(key)
+        """Store a copy of `payload`. True also if `key` is there already; False if it does not fit.
+
+        Raises: ValueError for a key or payload that no tier takes; TierError "io" or "timeout".
+        """
         check_payload(payload)
-        with self._counting():
-            is_stored = self._put(key + self.codec.suffix, self.codec.encode(payload))
+        with self._counting_errors():
+            is_stored = self._put(self._stored(key), self.codec.encode(payload))
         self._count("puts" if is_stored else "refused")
         return is_stored
 
     def get(self, key: str) -> Payload | None:
-        check_key(key)
-        with self._counting():
+        """The entry, or None if it is not there. The tensors are to be read, never written: they may be the tier's own.
+
+        Raises: TierError: "damaged" or "foreign" (the entry is then removed), "io", "timeout".
+        """
+        with self._counting_errors():
             try:
-                stored = self._get(key + self.codec.suffix)
+                stored = self._get(self._stored(key))
             except TierError as error:
                 if error.reason in ("damaged", "foreign"):
-                    self._delete(key + self.codec.suffix)
+                    self._delete(self._stored(key))
                 raise
         self._count("misses" if stored is None else "hits")
         return None if stored is None else self.codec.decode(stored)
 
     def contains(self, key: str) -> bool:
-        check_key(key)
-        with self._counting():
-            return self._contains(key + self.codec.suffix)
+        """Whether `key` is there, without reading it. Raises: TierError "io" or "timeout"."""
+        with self._counting_errors():
+            return self._contains(self._stored(key))
 
     def delete(self, key: str) -> None:
-        check_key(key)
-        with self._counting():
-            self._delete(key + self.codec.suffix)
+        """Remove the entry if it is there. Raises: TierError "io" or "timeout"."""
+        with self._counting_errors():
+            self._delete(self._stored(key))
 
     def stats(self) -> dict[str, int]:
+        """Counts since the start; of host and disk also the entries and bytes that they hold now."""
         names = ("hits", "misses", "puts", "refused", "evicted", "damaged", "foreign", "io", "timeout")
         with self._lock:
-            return {name: 0 for name in names} | self._counts | self._sizes()
+            return dict.fromkeys(names, 0) | self._counts | self._sizes()
 
     def close(self) -> None:
-        pass
+        """Release what the tier holds open. What lies in a shared tier stays."""
 
-    def _count(self, name: str) -> None:
-        with self._lock:
-            self._counts[name] += 1
-
-    def _counting(self) -> _CountErrors:
-        return _CountErrors(self)
-
-    def _announce(self, stored_key: str, read: Callable[[], Payload | None]) -> None:
-        """Tell `on_evict` of an entry that is about to go, unless another codec wrote it."""
-        key = stored_key.removesuffix(self.codec.suffix)
-        if self.on_evict and key + self.codec.suffix == stored_key and "-lossy-" not in key:
-            self.on_evict(key, lambda: None if (stored := read()) is None else self.codec.decode(stored))
-
-    def _sizes(self) -> dict[str, int]:
-        return {}
+    # A subclass stores, under keys that name the codec.
 
     def _put(self, key: str, payload: Payload) -> bool:
         raise NotImplementedError
@@ -139,22 +113,33 @@ class _Tier:
     def _delete(self, key: str) -> None:
         raise NotImplementedError
 
+    def _sizes(self) -> dict[str, int]:
+        return {}
 
-class _CountErrors:
-    """Turns an OSError into a TierError "io", and counts every TierError by its reason."""
+    def _stored(self, key: str) -> str:
+        check_key(key)
+        return key + self.codec.suffix
 
-    def __init__(self, tier: _Tier) -> None:
-        self._tier = tier
+    def _announce(self, stored: str, read: Callable[[], Payload | None]) -> None:
+        """Tell `on_evict` of an entry that is about to go, unless another codec wrote it."""
+        key = stored.removesuffix(self.codec.suffix)
+        if self.on_evict and key + self.codec.suffix == stored and LOSSY not in key:
+            self.on_evict(key, lambda: None if (payload := read()) is None else self.codec.decode(payload))
 
-    def __enter__(self) -> None:
-        pass
+    def _count(self, name: str) -> None:
+        with self._lock:
+            self._counts[name] += 1
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, TierError):
-            self._tier._count(error.reason)
-        elif isinstance(error, OSError):
-            self._tier._count("io")
-            raise TierError("io", f"{self._tier.name}: {error}") from error
+    @contextmanager
+    def _counting_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except TierError as error:
+            self._count(error.reason)
+            raise
+        except OSError as error:
+            self._count("io")
+            raise TierError("io", f"{self.name}: {error}") from error
 
 
 class _HostEntry(NamedTuple):
@@ -164,7 +149,7 @@ class _HostEntry(NamedTuple):
     num_bytes: int
 
 
-class HostTier(_Tier):
+class HostTier(Tier):
     """Least recently used entries within `bytes` of this process's memory, pinned where there is CUDA.
 
     `put` copies; `get` returns views of the stored bytes, which stay valid after eviction and must not be written: an
@@ -254,7 +239,7 @@ class HostTier(_Tier):
             self._used = 0
 
 
-class DiskTier(_Tier):
+class DiskTier(Tier):
     """Least recently used entries within `bytes` of a folder, one safetensors file each; survives restarts.
 
     An entry is written under a temporary name and renamed, so that a process killed at any moment leaves whole entries
@@ -313,23 +298,16 @@ class DiskTier(_Tier):
 
     def _write(self, path: Path, pieces: list[memoryview]) -> None:
         path.parent.mkdir(exist_ok=True)
-        for is_last in (False, True):
-            temporary = path.with_name(f".{uuid.uuid4().hex}.tmp")
+        with _open_temporary(path.parent) as file:
             try:
-                with open(temporary, "xb") as file:
-                    fcntl.flock(file, fcntl.LOCK_EX)
-                    for piece in pieces:
-                        file.write(piece)
-                    file.flush()
-                    if self._fsync:
-                        os.fsync(file.fileno())
-                    os.replace(temporary, path)
-                break
-            except FileNotFoundError:  # a scan came between open and flock, and took it for a leftover
-                if is_last:
-                    raise
+                for piece in pieces:
+                    file.write(piece)
+                file.flush()
+                if self._fsync:
+                    os.fsync(file.fileno())
+                os.replace(file.name, path)
             except BaseException:
-                temporary.unlink(missing_ok=True)
+                Path(file.name).unlink(missing_ok=True)
                 raise
         if self._fsync:
             descriptor = os.open(path.parent, os.O_RDONLY)
@@ -348,7 +326,7 @@ class DiskTier(_Tier):
         try:
             with open(self._path(key), "rb", buffering=0) as file:
                 data = torch.empty(os.fstat(file.fileno()).st_size, dtype=torch.uint8)
-                view, done = memoryview(data.numpy()), 0
+                view, done = byte_view(data), 0
                 while done < len(view) and (count := file.readinto(view[done:])):
                     done += count
         except FileNotFoundError:
@@ -442,6 +420,16 @@ def _touch(path: Path) -> None:
         pass
 
 
+def _open_temporary(folder: Path) -> BinaryIO:
+    """A new locked file. A scan that came between open and lock has removed it as a leftover: then another."""
+    while True:
+        file = open(folder / f".{uuid.uuid4().hex}.tmp", "xb")  # noqa: SIM115
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if os.fstat(file.fileno()).st_nlink:
+            return file
+        file.close()
+
+
 def _remove_leftover(path: str) -> None:
     with open(path, "rb") as file:
         try:
@@ -451,7 +439,7 @@ def _remove_leftover(path: str) -> None:
         os.unlink(path)
 
 
-class RemoteTier(_Tier):
+class RemoteTier(Tier):
     """Entries on a Redis or Valkey server, which bounds and expires them itself (`maxmemory`, `maxmemory-policy`).
 
     Args:
@@ -494,8 +482,7 @@ class RemoteTier(_Tier):
             socket_connect_timeout=timeout_s,
             retry=Retry(NoBackoff(), retries, (valkey.ConnectionError,)),  # a pooled connection may be a dead one
         )
-        with self._counting():
-            self._call(self._client.ping)
+        self._call(self._client.ping)
 
     def _call(self, command: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if time.monotonic() < self._down_until:

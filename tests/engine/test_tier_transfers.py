@@ -1,0 +1,401 @@
+"""The threads between the engine and its tiers: nothing blocks the caller, nothing is read before it is written."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tier_processes import entry, key, same, stored_files
+
+from kimi_k3.engine.tier_format import TierError, payload_bytes
+from kimi_k3.engine.tier_transfers import TierStack
+from kimi_k3.engine.tiers import DiskTier, HostTier
+
+ENTRY_BYTES = payload_bytes(entry(0))
+HOST_BYTES = 2240  # what the host tier takes for one entry, every tensor on a line of its own
+
+
+class SlowHost(HostTier):
+    """A tier that takes `seconds` a read or write, or waits for `gate`."""
+
+    def __init__(self, read_seconds: float = 0.0, write_seconds: float = 0.0, limit: int = 1 << 20) -> None:
+        super().__init__(limit)
+        self.read_seconds, self.write_seconds = read_seconds, write_seconds
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def get(self, key):
+        self.gate.wait()
+        time.sleep(self.read_seconds)
+        return super().get(key)
+
+    def put(self, key, payload):
+        self.gate.wait()
+        time.sleep(self.write_seconds)
+        return super().put(key, payload)
+
+
+class BrokenHost(HostTier):
+    """Fails with what it is given."""
+
+    error: Exception = TierError("io", "broken")
+
+    def get(self, key):
+        raise self.error
+
+    put = contains = get
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., TierStack]]:
+    """Makes stacks; afterwards closes them and checks that no thread is left."""
+    before, stacks = set(threading.enumerate()), []
+
+    def stack(*tiers, **options):
+        stacks.append(TierStack(tiers, **options))
+        return stacks[-1]
+
+    yield stack
+    for one in stacks:
+        for tier in one.tiers:
+            if isinstance(tier, SlowHost):
+                tier.gate.set()
+        one.close()
+    deadline = time.monotonic() + 5
+    while set(threading.enumerate()) - before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert set(threading.enumerate()) - before == set()
+
+
+def fetched(stack: TierStack, numbers, timeout: float = 10.0):
+    fetch = stack.fetch([key(number) for number in numbers])
+    assert fetch.wait(timeout)
+    return fetch
+
+
+def test_what_is_stored_comes_back(make, tmp_path):
+    stack = make(HostTier(3 * HOST_BYTES), DiskTier(tmp_path, 1 << 20))
+    assert all(stack.store(key(number), entry(number)) for number in range(20)) and stack.flush(10)
+    fetch = fetched(stack, range(21))
+    assert fetch.done() and fetch.failures == {key(20): "absent"}
+    assert all(same(fetch.results()[key(number)], entry(number)) for number in range(20))
+    assert stack.flush(10)
+    stats = stack.stats()
+    assert stats["host"]["entries"] == 3 and stats["transfers"]["demoted"] >= 17
+    assert stats["transfers"]["fetched_bytes"] == 20 * ENTRY_BYTES and stats["transfers"]["held_bytes"] == 0
+
+
+def test_find_names_the_nearest_tier(make, tmp_path):
+    host, disk = HostTier(1 << 20), DiskTier(tmp_path, 1 << 20)
+    stack = make(host, disk)
+    host.put(key(1), entry(1))
+    disk.put(key(1), entry(1))
+    disk.put(key(2), entry(2))
+    assert [stack.find(key(number)) for number in (1, 2, 3)] == [host, disk, None]
+    assert make().find(key(1)) is None
+    assert not make().store(key(1), entry(1)) and fetched(make(), [1]).failures == {key(1): "absent"}
+
+
+def test_a_read_from_below_is_promoted(make, tmp_path):
+    host, disk = HostTier(1 << 20), DiskTier(tmp_path, 1 << 20)
+    stack = make(host, disk)
+    disk.put(key(1), entry(1))
+    fetched(stack, [1])
+    assert stack.flush(5) and same(host.get(key(1)), entry(1))
+    without = make(HostTier(1 << 20), DiskTier(tmp_path, 1 << 20), promote=False)
+    fetched(without, [1])
+    assert without.flush(5) and not without.tiers[0].contains(key(1))
+
+
+def test_evicted_entries_sink_through_all_tiers(make, tmp_path):
+    bottom = DiskTier(tmp_path / "bottom", 1 << 20)
+    stack = make(HostTier(2 * HOST_BYTES), DiskTier(tmp_path / "top", 10_000), bottom)
+    for number in range(30):
+        assert stack.store(key(number), entry(number))
+    assert stack.flush(10) and len(bottom._sizes_by_key) >= 20
+    fetch = fetched(stack, range(30))
+    assert not fetch.failures and all(same(fetch.results()[key(number)], entry(number)) for number in range(30))
+
+
+def test_too_big_for_the_host_goes_to_the_disk(make, tmp_path):
+    stack = make(HostTier(100), DiskTier(tmp_path, 1 << 20))
+    assert stack.store(key(1), entry(1)) and stack.flush(5)
+    assert same(stack.tiers[1].get(key(1)), entry(1))
+    small = make(HostTier(100))
+    assert small.store(key(1), entry(1)) and small.flush(5) and small.stats()["transfers"]["failed_writes"] == 1
+
+
+# Copies (faults.md 7.1, 5.4)
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_no_byte_is_read_before_its_producer_is_done(make, later):
+    """A slow copy from the device: the bytes are garbage until `ready` returns, and the source is reused after it."""
+    stack = make(HostTier(1 << 20), read_threads=2, write_threads=2)
+    order: dict[int, list[str]] = {}
+    sources, copies = {}, []
+    for number in range(8):
+        source = {name: torch.full_like(tensor, 77) for name, tensor in entry(number).items()}
+        sources[number], order[number], copied = source, [], threading.Event()
+
+        def copy(number=number, source=source, copied=copied):
+            time.sleep(0.02 * (number % 3 + 1))
+            for name, tensor in entry(number).items():
+                source[name].copy_(tensor)
+            order[number].append("copied")
+            copied.set()
+
+        def released(number=number, source=source):
+            order[number].append("released")
+            if later:  # with a payload that is made later the source itself is free now
+                for tensor in source.values():
+                    tensor.fill_(55)
+
+        payload = (lambda source=source: {n: t.clone() for n, t in source.items()}) if later else source
+        assert stack.store(key(number), payload, num_bytes=ENTRY_BYTES, ready=copied.wait, released=released)
+        copies.append(threading.Thread(target=copy))
+        copies[-1].start()
+    fetch = fetched(stack, range(8))  # begins while the copies run
+    assert stack.flush(5)
+    for thread in copies:
+        thread.join()
+    assert all(same(fetch.results()[key(number)], entry(number)) for number in range(8))
+    assert all(same(stack.tiers[0].get(key(number)), entry(number)) for number in range(8))
+    assert all(events == ["copied", "released"] for events in order.values())
+
+
+def test_a_source_that_is_not_needed_is_given_back_after_its_copy(make):
+    stack, events, copied = make(HostTier(1 << 20)), [], threading.Event()
+    stack.tiers[0].put(key(1), entry(1))
+
+    def ready():
+        copied.wait()
+        events.append("copied")
+
+    assert stack.store(key(1), entry(1), ready=ready, released=lambda: events.append("released"))
+    time.sleep(0.05)
+    assert events == []
+    copied.set()
+    assert stack.flush(5) and events == ["copied", "released"]
+
+
+def test_a_copy_that_fails_publishes_nothing(make):
+    stack, released = make(HostTier(1 << 20)), []
+
+    def fail():
+        raise RuntimeError("the device is lost")
+
+    stack.store(key(1), entry(1), ready=fail, released=lambda: released.append(1))
+    stack.store(key(2), fail, num_bytes=10, released=lambda: released.append(2))
+    stack.store(key(3), lambda: {"a": "no tensor"}, num_bytes=10)
+    stack.store(key(4), entry(4))
+    assert stack.flush(5) and released == [1, 2]
+    assert [stack.find(key(number)) is not None for number in range(1, 5)] == [False, False, False, True]
+    assert stack.stats()["transfers"]["failed_writes"] == 3
+
+
+def test_an_entry_on_its_way_is_found_and_fetched(make):
+    slow = SlowHost()
+    stack = make(slow)
+    slow.gate.clear()
+    stack.store(key(1), entry(1))
+    assert stack.find(key(1)) is slow and same(fetched(stack, [1]).results()[key(1)], entry(1))
+    assert not stack.flush(0.05)
+    slow.gate.set()
+    assert stack.flush(5)
+
+
+# Bounds
+
+
+def test_a_full_queue_refuses_at_once(make):
+    slow = SlowHost()
+    stack = make(slow, max_pending_bytes=3 * ENTRY_BYTES)
+    slow.gate.clear()
+    start = time.monotonic()
+    accepted = [stack.store(key(number), entry(number)) for number in range(6)]
+    assert time.monotonic() - start < 1.0 and accepted == [True] * 3 + [False] * 3
+    stats = stack.stats()["transfers"]
+    assert stats["refused"] == 3 and stats["pending_bytes"] == 3 * ENTRY_BYTES
+    slow.gate.set()
+    assert stack.flush(5) and stack.store(key(5), entry(5)) and stack.flush(5)
+    assert [slow.contains(key(number)) for number in range(6)] == [True, True, True, False, False, True]
+
+
+def test_a_full_queue_drops_demotions_and_counts_them(make):
+    host, slow = HostTier(HOST_BYTES), SlowHost()
+    stack = make(host, slow, max_pending_bytes=2 * ENTRY_BYTES)
+    slow.gate.clear()
+    for number in range(8):
+        host.put(key(number), entry(number))  # evicts the one before
+    assert stack.stats()["transfers"]["dropped"] == 5 and stack.stats()["transfers"]["demoted"] == 2
+
+
+def test_results_that_nobody_takes_stop_the_reading(make):
+    host = HostTier(1 << 20)
+    for number in range(12):
+        host.put(key(number), entry(number))
+    stack = make(host, max_pending_bytes=2 * ENTRY_BYTES, read_threads=1)
+    first, second, third = (stack.fetch([key(number + shift) for number in range(4)]) for shift in (0, 4, 8))
+    assert first.wait(5)  # larger than the bound, but the oldest
+    time.sleep(0.05)
+    assert not second.done() and not third.done() and stack.stats()["transfers"]["held_bytes"] == 4 * ENTRY_BYTES
+    assert third.wait(5) and not second.done()  # someone waits for it
+    assert len(first.results()) == 4 and second.wait(5) and len(second.results()) == len(third.results()) == 4
+    assert stack.stats()["transfers"]["held_bytes"] == 0 and stack.stats()["transfers"]["fetches"] == 0
+    missing, large, late = stack.fetch([key(99)]), stack.fetch([key(n) for n in range(4)]), stack.fetch([key(5)])
+    assert missing.wait(5) and large.wait(5) and not late.done()
+    large.cancel()  # what failed holds nothing up, and neither does what was given up
+    assert late.wait(5) and late.results() and stack.stats()["transfers"]["fetches"] == 0
+
+
+# Slow, broken and cancelled
+
+
+def test_reading_ahead_hides_a_slow_tier(make):
+    slow = SlowHost(read_seconds=0.05)
+    for number in range(8):
+        slow.put(key(number), entry(number))
+    stack = make(slow, read_threads=2)
+    fetch = stack.fetch([key(number) for number in range(8)])  # 8 reads of 50 ms in two threads: 200 ms
+    time.sleep(0.26)  # the steps that are computed meanwhile
+    assert fetch.wait(5) and len(fetch.results()) == 8
+    stats = stack.stats()["transfers"]
+    assert stats["read_us"] >= 400_000 and stats["waited_us"] <= 0.2 * 400_000
+
+
+def test_a_slow_read_times_out_and_is_cancelled(make):
+    slow = SlowHost()
+    for number in range(4):
+        slow.put(key(number), entry(number))
+    stack = make(slow)
+    slow.gate.clear()
+    late, cancelled = stack.fetch([key(0), key(1)], timeout_s=0.05), stack.fetch([key(2), key(3)])
+    assert not late.done() and not cancelled.wait(0.01)
+    assert late.wait() and late.failures == {key(0): "timeout", key(1): "timeout"} and late.results() == {}
+    cancelled.cancel()
+    assert cancelled.done() and cancelled.failures == {key(2): "cancelled", key(3): "cancelled"}
+    slow.gate.set()
+    assert len(fetched(stack, range(4)).results()) == 4 and late.results() == {}
+    stats = stack.stats()["transfers"]
+    assert (stats["failed_timeout"], stats["failed_cancelled"], stats["fetches"]) == (2, 2, 0)
+
+
+@pytest.mark.parametrize("error", [TierError("io", "broken"), TierError("damaged", "bits"), ValueError("a bug")])
+def test_a_broken_tier_is_a_counted_miss(make, error):
+    broken = BrokenHost(1 << 20)
+    broken.error = error
+    stack = make(broken)
+    reason = getattr(error, "reason", "io")
+    assert fetched(stack, [1, 2]).failures == {key(1): reason, key(2): reason}
+    assert stack.store(key(1), entry(1)) and stack.flush(5)
+    assert stack.stats()["transfers"]["failed_writes"] == 1
+    assert stack.stats()["transfers"][f"failed_{reason}"] == 2
+
+
+def test_a_broken_tier_does_not_hide_the_next(make, tmp_path):
+    stack = make(BrokenHost(1 << 20), DiskTier(tmp_path, 1 << 20), promote=False)
+    assert stack.store(key(1), entry(1)) and stack.flush(5) and stack.find(key(1)) is stack.tiers[1]
+    assert same(fetched(stack, [1]).results()[key(1)], entry(1))
+
+
+def test_a_damaged_file_is_a_failure_with_its_reason(make, tmp_path):
+    stack = make(HostTier(1 << 20), DiskTier(tmp_path, 1 << 20))
+    stack.tiers[1].put(key(1), entry(1))
+    stored_files(tmp_path)[0].write_bytes(b"short")
+    assert fetched(stack, [1]).failures == {key(1): "damaged"} and fetched(stack, [1]).failures == {key(1): "absent"}
+
+
+# Lossy tiers
+
+
+def test_lossy_entries_stay_apart(make, tmp_path):
+    host, cold = HostTier(HOST_BYTES), DiskTier(tmp_path / "cold", 1 << 20, latents="fp8", snapshots="bf16")
+    exact = DiskTier(tmp_path / "exact", 1 << 20)
+    stack = make(host, cold, exact)
+    for number in range(3):
+        stack.store(key(number), entry(number))
+        assert stack.flush(5)
+    fetch = fetched(stack, [0, 2])
+    assert fetch.lossy_keys == {key(0)} and not same(fetch.results()[key(0)], entry(0))
+    assert stack.flush(5) and not host.contains(key(0)) and same(fetch.results()[key(2)], entry(2))
+    cold._limit = 100  # everything leaves it, but not as if it were exact
+    cold._make_room(90)
+    assert stack.flush(5) and cold.get(key(0)) is None and not exact.contains(key(0))
+
+
+# The end
+
+
+def test_close_writes_what_is_queued_and_ends_the_threads(make, tmp_path):
+    stack = make(SlowHost(write_seconds=0.01), DiskTier(tmp_path, 1 << 20))
+    for number in range(5):
+        stack.store(key(number), entry(number), tier_index=1)
+    fetch = stack.fetch([key(9)])
+    stack.close()
+    stack.close()
+    assert all(same(DiskTier(tmp_path, 1 << 20).get(key(number)), entry(number)) for number in range(5))
+    assert (
+        fetch.done() and not stack.store(key(6), entry(6)) and stack.fetch([key(1)]).failures == {key(1): "cancelled"}
+    )
+
+
+def test_close_does_not_wait_for_a_tier_that_hangs(make):
+    slow, released = SlowHost(), []
+    stack = make(slow)
+    slow.gate.clear()
+    for number in range(3):
+        stack.store(key(number), entry(number), released=lambda: released.append(1))
+    start = time.monotonic()
+    stack.close(timeout=0.1)
+    assert time.monotonic() - start < 5 and len(released) == 3 and stack.stats()["transfers"]["dropped"] == 2
+
+
+def test_wrong_calls_are_refused(make, tmp_path):
+    stack = make(HostTier(1 << 20))
+    with pytest.raises(ValueError, match="key: want"):
+        stack.fetch([key(1), "x"])
+    with pytest.raises(ValueError, match=r"tier_index: want 0\.\.0, got 1"):
+        stack.store(key(1), entry(1), tier_index=1)
+    with pytest.raises(ValueError, match="num_bytes"):
+        stack.store(key(1), lambda: entry(1))
+    with pytest.raises(ValueError, match="payload: want"):
+        stack.store(key(1), {})
+    with pytest.raises(ValueError, match="read_threads=0"):
+        TierStack([], read_threads=0)
+
+
+def test_many_threads_at_once(make, tmp_path: Path):
+    """Stores, fetches and cancels from four threads over tiers that are too small: right bytes or a named failure."""
+    stack = make(
+        HostTier(6 * HOST_BYTES), DiskTier(tmp_path / "a", 30_000), DiskTier(tmp_path / "b", 40_000),
+        read_threads=3, write_threads=2, max_pending_bytes=20 * ENTRY_BYTES,
+    )  # fmt: skip
+    errors: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        try:
+            for step in range(60):
+                numbers = [(step * 5 + seed * 11 + place) % 50 for place in range(3)]
+                stack.store(key(numbers[0]), entry(numbers[0]))
+                fetch = stack.fetch([key(number) for number in numbers], timeout_s=5.0)
+                if step % 7 == 3:
+                    fetch.cancel()
+                    continue
+                assert fetch.wait(10)
+                assert fetch.results().keys() | fetch.failures.keys() == {key(number) for number in numbers}
+                assert set(fetch.failures.values()) <= {"absent"}
+                assert all(same(fetch.results().get(key(n), entry(n)), entry(n)) for n in numbers)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors and stack.flush(10)
+    stats = stack.stats()["transfers"]
+    assert (stats["pending_writes"], stats["pending_bytes"], stats["held_bytes"], stats["fetches"]) == (0, 0, 0, 0)

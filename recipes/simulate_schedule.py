@@ -114,37 +114,40 @@ def _tokens(rng: random.Random, median: int, spread: float, most: int) -> int:
 
 
 def chat(rng: random.Random, seconds: float) -> list[Session]:
-    """Turns of chats under 8 system prompts, one of them in half of the chats."""
-    systems = [(f"system {i}", rng.randint(800, 4000)) for i in range(8)]
+    """Coding chats under 8 system prompts, one of them in half of the chats; five new prompt tokens for each generated.
+
+    (Recorded agents read 131 tokens for each they write, 94 % of them seen before: 7.6 new ones.)
+    """
+    systems = [(f"system {i}", rng.randint(1000, 6000)) for i in range(8)]
     out, now = [], 0.0
-    while (now := now + rng.expovariate(8.0)) < seconds:
-        system = systems[min(int(rng.paretovariate(1.0)) - 1, 7)]
+    while (now := now + rng.expovariate(3.0)) < seconds:
         turns = [
-            Turn(_tokens(rng, 120, 0.8, 2000), _tokens(rng, 500, 0.7, 3000), rng.uniform(3, 15))
+            Turn(_tokens(rng, 1000, 1.0, 16000), _tokens(rng, 250, 0.7, 2000), rng.uniform(3, 10))
             for _ in range(rng.randint(1, 4))
         ]
-        out.append(Session(now, system, turns))
+        out.append(Session(now, systems[min(int(rng.paretovariate(1.0)) - 1, 7)], turns))
     return out
 
 
 def bursts(rng: random.Random, seconds: float) -> list[Session]:
-    """Every 15 s some 50 requests at once over one new document of 2,000 to 8,000 tokens; single ones in between."""
-    out, now, number = [], 0.0, 0
+    """Every 15 s some 50 questions at once about one new document of 2,000 to 8,000 tokens; two other requests a second."""
+    out, now = [], 0.0
     while now < seconds:
-        document = (f"document {number}", rng.randint(2000, 8000))
-        for _ in range(rng.randint(40, 64)):
-            out.append(Session(now + rng.uniform(0, 0.2), document, [Turn(_tokens(rng, 60, 0.5, 400), _tokens(rng, 350, 0.6, 2000), 0)]))
-        for _ in range(12):
-            turn = Turn(_tokens(rng, 600, 0.8, 4000), _tokens(rng, 400, 0.6, 2000), 0)
-            out.append(Session(now + rng.uniform(1, 15), (f"alone {len(out)}", 16), [turn]))
-        now, number = now + 15, number + 1
-    return sorted(out, key=lambda s: s.arrival_s)
+        document = (f"document {now}", rng.randint(2000, 8000))
+        for _ in range(rng.randint(40, 60)):
+            turn = Turn(_tokens(rng, 200, 0.8, 2000), _tokens(rng, 250, 0.6, 2000), 0)
+            out.append(Session(now + rng.uniform(0, 0.2), document, [turn]))
+        for _ in range(30):
+            turn = Turn(_tokens(rng, 1500, 0.8, 16000), _tokens(rng, 250, 0.6, 2000), 0)
+            out.append(Session(now + rng.uniform(0, 15), ("all", 16), [turn]))
+        now += 15
+    return out
 
 
 def mixed(rng: random.Random, seconds: float) -> list[Session]:
     """One request in eight reads 8,000 to 64,000 tokens, the others some 400; nothing shared but 16 tokens."""
     out, now = [], 0.0
-    while (now := now + rng.expovariate(8.0)) < seconds:
+    while (now := now + rng.expovariate(4.0)) < seconds:
         if rng.random() < 0.125:
             turn = Turn(int(rng.triangular(8000, 64000, 16000)), _tokens(rng, 600, 0.5, 3000), 0)
         else:
@@ -153,7 +156,20 @@ def mixed(rng: random.Random, seconds: float) -> list[Session]:
     return out
 
 
-TRACES: dict[str, Callable[[random.Random, float], list[Session]]] = {"chat": chat, "bursts": bursts, "mixed": mixed}
+def talk(rng: random.Random, seconds: float) -> list[Session]:
+    """Conversation: less than one new prompt token for each generated one."""
+    systems = [(f"system {i}", rng.randint(800, 4000)) for i in range(8)]
+    out, now = [], 0.0
+    while (now := now + rng.expovariate(8.0)) < seconds:
+        turns = [
+            Turn(_tokens(rng, 120, 0.8, 2000), _tokens(rng, 500, 0.7, 3000), rng.uniform(3, 15))
+            for _ in range(rng.randint(1, 4))
+        ]
+        out.append(Session(now, systems[min(int(rng.paretovariate(1.0)) - 1, 7)], turns))
+    return out
+
+
+TRACES: dict[str, Callable[[random.Random, float], list[Session]]] = {"chat": chat, "bursts": bursts, "mixed": mixed, "talk": talk}
 
 
 # Memory, as the engine keeps it.

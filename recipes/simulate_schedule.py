@@ -1,20 +1,20 @@
-"""Both schedulers on the same arrivals, at the size of Kimi K3, with step times from bytes and flops instead of a model.
+"""Both schedulers on the same arrivals at the size of Kimi K3, with step times from bytes and flops instead of a model.
 
-    python recipes/simulate_schedule.py [--traces chat,bursts,mixed] [--oversubscription 2] [--tier-gb 64] [--seconds 120] [--json]
+    python recipes/simulate_schedule.py [--traces chat,bursts,mixed,talk] [--oversubscription 2] [--experts zipf:0.5] [--json]
     python recipes/simulate_schedule.py --compose trace.jsonl        # does it help to choose a batch by its experts?
 
-One group of `--tp` ranks out of `--ep` is simulated, the other groups are taken to carry the same load. Memory is the
-largest that all requests ever held at once where nothing was short, divided by `--oversubscription`. Blocks of 64 latents,
-KDA slots, snapshots at message ends, prefix sharing, parking and a host tier behave as in the engine; a stride of
-snapshots inside long messages is left out. Times are those of an assumed machine (`Machine`): compare them, do not quote
-them. Routing is drawn from a Zipf law of its own order in each layer, or read from a recording (--experts).
+One group of `tp` ranks out of `ep` is simulated; the other groups are taken to carry the same load. Memory is the most
+that all requests together held at any time of a run where nothing was short, divided by --oversubscription. Blocks of 64
+latents, KDA slots, snapshots at message ends, prefix sharing, parking and a host tier behave as in the engine; the stride
+of snapshots inside long messages is left out. Times are those of an assumed machine (`Machine`): compare, do not quote.
+`fcfs_512` is fcfs with 512 instead of 2,048 tokens a step. --experts: each expert's share of a layer's tokens, a Zipf law
+in another order for each layer, or a recording of K3 (`read_routing` tells the forms; a short one hides rare experts).
 """
 
 import argparse
 import json
 import math
 import random
-import struct
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kimi_k3.engine.scheduler import Candidate, Policy, Resources, Schedule, schedule_dependency_aware, schedule_fcfs
+from kimi_k3.engine.scheduler import SCHEDULERS, Candidate, Resources, Schedule
 
 BLOCK = 64
 KDA_STATE_BYTES = 69 * 96 * 128 * 128 * 4
@@ -52,33 +52,33 @@ class Machine:
 
 
 class ExpertLoad:
-    """What routing makes of a step's tokens: from each expert's share of the tokens of a layer, [layers, experts]."""
+    """What routing makes of a step's tokens, from each expert's share of the tokens of a layer, [layers, experts]."""
 
     def __init__(self, share_LE: np.ndarray, machine: Machine) -> None:
-        num_layers, num_experts = share_LE.shape
-        per_rank = share_LE.reshape(num_layers, machine.ep, -1)
-        self.tokens = np.unique(np.round(np.geomspace(1, 1 << 17, 60)))
-        hit = [1 - (1 - np.minimum(per_rank, 1)) ** t for t in self.tokens]
-        self._distinct = np.array([h.sum((1, 2)).mean() for h in hit])
-        self._read = np.array([h.sum(2).max(1).mean() for h in hit])  # experts that the busiest rank reads, a layer
-        load = per_rank.sum(2)
-        # The busiest of the expected loads; a small batch scatters around them (two standard deviations of a count).
-        expected = self.tokens[:, None] * load.max(1)[None]
-        self._busiest = (expected + 2 * np.sqrt(expected)).mean(1) / (self.tokens * load.mean())
-        self.num_layers, self.mean_share = num_layers, load.mean()
+        per_rank_LRE = share_LE.reshape(len(share_LE), machine.ep, -1)
+        self.log_tokens = np.log(np.unique(np.round(np.geomspace(1, 1 << 17, 40))))
+        rng, table = np.random.default_rng(0), []
+        for tokens in np.exp(self.log_tokens):
+            hit_LRE = 1 - (1 - np.minimum(per_rank_LRE, 1)) ** tokens
+            counts_NLR = rng.poisson(tokens * per_rank_LRE.sum(2), (8, *per_rank_LRE.shape[:2]))
+            busiest = (counts_NLR.max(2) / np.maximum(counts_NLR.mean(2), 1e-9)).mean()
+            table.append((hit_LRE.sum((1, 2)).mean(), hit_LRE.sum(2).max(1).mean(), busiest))
+        self.table = np.array(table)
 
-    def at(self, tokens: int) -> tuple[float, float, float]:
-        """Distinct experts a layer, those read by the busiest rank, the busiest rank's tokens over the mean."""
-        values = (self._distinct, self._read, self._busiest)
-        return tuple(float(np.interp(math.log(max(tokens, 1)), np.log(self.tokens), v)) for v in values)
+    def at(self, tokens: int) -> tuple[float, ...]:
+        """Of a layer: distinct experts hit, those read by the rank with most of them, the busiest rank's tokens over mean."""
+        return tuple(float(np.interp(math.log(max(tokens, 1)), self.log_tokens, column)) for column in self.table.T)
 
 
-def step_seconds(machine: Machine, experts: ExpertLoad, rows: int, piece_tokens: int, pieces: int, context: int, pairs: int) -> float:
+def step_seconds(
+    machine: Machine, experts: ExpertLoad, rows: int, piece_tokens: int, pieces: int, context: int, pairs: int
+) -> float:
     """Seconds of a step: `rows` decode tokens over `context` tokens of latents, prefill pieces with `pairs` of attention."""
     tokens = rows + piece_tokens
     _, read, busiest = experts.at(tokens * machine.ep // machine.tp)
     trunk = max(
-        TRUNK_BYTES / machine.tp / machine.memory_bytes_per_s, 2 * TRUNK_WEIGHTS * tokens / machine.tp / machine.flops_per_s
+        TRUNK_BYTES / machine.tp / machine.memory_bytes_per_s,
+        2 * TRUNK_WEIGHTS * tokens / machine.tp / machine.flops_per_s,
     )
     routed_tokens = tokens / machine.tp * TOPK * busiest  # of the busiest rank, a layer
     routed = MOE_LAYERS * max(
@@ -169,7 +169,12 @@ def talk(rng: random.Random, seconds: float) -> list[Session]:
     return out
 
 
-TRACES: dict[str, Callable[[random.Random, float], list[Session]]] = {"chat": chat, "bursts": bursts, "mixed": mixed, "talk": talk}
+TRACES: dict[str, Callable[[random.Random, float], list[Session]]] = {
+    "chat": chat,
+    "bursts": bursts,
+    "mixed": mixed,
+    "talk": talk,
+}
 
 
 # Memory, as the engine keeps it.
@@ -255,9 +260,7 @@ class Simulation:
         self.sessions, self.histories = sessions, [self._child(self.root, s.prefix[0], s.prefix[1]) for s in sessions]
         self.live: dict[int, Request] = {}
         self.finished: list[Request] = []
-        self.counts = dict.fromkeys(
-            ["preempted", "parked", "computed", "replayed", "fetched", "reused", "evicted", "hidden_fetches"], 0
-        )
+        self.counts = dict.fromkeys(["preempted", "parked", "computed", "replayed", "fetched", "reused", "evicted"], 0)
         self.longest_wait_s = 0.0
         self.step_stats: list[tuple[int, float, float]] = []
 
@@ -376,12 +379,16 @@ class Simulation:
             fetch, fetch_bytes, reuse = self._fetch_state(r, hit)
             waits_for = None
             if not r.has_prefilled:
-                waits_for = next((leaders[n] for n in reversed(r.path) if n in leaders and n.end >= reuse + BLOCK), None)
+                waits_for = next(
+                    (leaders[n] for n in reversed(r.path) if n in leaders and n.end >= reuse + BLOCK), None
+                )
                 if waits_for is None:
                     leaders.update({n: r.rid for n in r.path if n not in leaders})
             target = r.fetch[0] if fetch == "ready" and r.fetch is not None else hit
             held = target.end // BLOCK - sum(
-                n.blocks if n.is_kept else blocks_of(n.end) - blocks_of(n.parent.end) for n in target.path() if not n.pins
+                n.blocks if n.is_kept else blocks_of(n.end) - blocks_of(n.parent.end)
+                for n in target.path()
+                if not n.pins
             )
             out.append(
                 Candidate(
@@ -456,8 +463,8 @@ class Simulation:
             return
         candidates = self._candidates()
         resources = Resources(
-            self.total_blocks - self.live_blocks, self.slot_blocks, self.total_blocks, BLOCK, self.max_num_seqs, self.max_tokens,
-            True, self.block_bytes,
+            self.total_blocks - self.live_blocks, self.slot_blocks, self.total_blocks, BLOCK, self.max_num_seqs,
+            self.max_tokens, True, self.block_bytes,
         )  # fmt: skip
         started = time.thread_time()
         plan = self.schedule(candidates, resources)
@@ -503,13 +510,17 @@ class Simulation:
     def _arrive(self, at: float, number: int, turn: int) -> None:
         session, history = self.sessions[number], self.histories[number]
         prompt = self._child(history, f"{number} user {turn}", session.turns[turn].user)
-        r = Request(self.next_rid, session, number, turn, prompt.path(), prompt.end, at, last_step=self.num_steps, last_run_s=at)
+        r = Request(
+            self.next_rid, session, number, turn, prompt.path(), prompt.end, at, last_step=self.num_steps, last_run_s=at
+        )
         self.live[r.rid] = r
         self.next_rid += 1
 
     def _start_fetch(self, request: Request, size: int) -> None:
         node = next(
-            n for n in reversed([*request.path, request.parked] if request.parked is not None else request.path) if n in self.tier
+            n
+            for n in reversed([*request.path, request.parked] if request.parked is not None else request.path)
+            if n in self.tier
         )
         self.tier.move_to_end(node)
         start = max(self.now, self.tier_free_s)
@@ -552,7 +563,8 @@ class Simulation:
         first = np.array([r.first_token_s - r.arrived_s for r in self.finished])
         tokens = sum(r.generated for r in self.finished)
         is_good = [
-            f <= first_token_bound_s and np.percentile(r.gaps or [0], 95) <= gap_bound_s for r, f in zip(self.finished, first)
+            f <= first_token_bound_s and np.percentile(r.gaps or [0], 95) <= gap_bound_s
+            for r, f in zip(self.finished, first)
         ]
         sizes, distinct, busiest = map(np.array, zip(*self.step_stats))
         return {
@@ -571,47 +583,161 @@ class Simulation:
 # Routing.
 
 
-def zipf_shares(exponent: float, rng: np.random.Generator) -> np.ndarray:
-    """[layers, experts]: the share of a layer's tokens that choose each expert; adds up to 16 a layer."""
-    weights = 1 / np.arange(1, EXPERTS + 1) ** exponent
-    share = _with_sum(weights, TOPK)
+def zipf_shares(exponent: float, seed: int) -> np.ndarray:
+    """[layers, experts]: shares by rank ** -exponent, none above 1, that add up to 16 a layer."""
+    rng, weights = np.random.default_rng(seed), 1 / np.arange(1, EXPERTS + 1) ** exponent
+    share, is_full = weights / weights.sum() * TOPK, np.zeros(EXPERTS, bool)
+    while (share > 1).any():  # what the first ones cannot take goes to the others
+        is_full |= share >= 1
+        rest = weights * ~is_full
+        share = np.where(is_full, 1, rest / rest.sum() * (TOPK - is_full.sum()))
     return np.stack([rng.permutation(share) for _ in range(MOE_LAYERS)])
 
 
-def _with_sum(weights: np.ndarray, total: float) -> np.ndarray:
-    """Proportional, but no share above 1: what the first ones cannot take goes to the others."""
-    share = weights / weights.sum() * total
-    while (share > 1).any():
-        is_full = share >= 1
-        rest = weights * ~is_full
-        share = np.where(is_full, 1, rest / rest.sum() * (total - is_full.sum()))
-    return share
+def read_routing(path: Path) -> np.ndarray:
+    """[layers, tokens, chosen] expert numbers; the layer with fewest tokens counts.
+
+    Forms: .bin, little-endian uint32 (layer, expert) pairs, 16 for a token; JSON lines {"step", "layer", "top_indices"}
+    (Megatron's: a row for each token of a step) or {"tok", "layers"} (a token a line, a row for each layer).
+    """
+    by_layer: dict[int, list[list[int]]] = {}
+    if path.suffix == ".bin":
+        pairs = np.frombuffer(path.read_bytes(), "<u4").reshape(-1, TOPK, 2)
+        for row in pairs:
+            by_layer.setdefault(int(row[0, 0]), []).append(row[:, 1].tolist())
+    else:
+        for line in path.read_text().splitlines():
+            record = json.loads(line)
+            if "top_indices" in record:
+                by_layer.setdefault(record["layer"], []).extend(record["top_indices"])
+            else:
+                for layer, ids in enumerate(record["layers"]):
+                    by_layer.setdefault(layer, []).append(ids)
+    shortest = min(map(len, by_layer.values()))
+    return np.array([by_layer[layer][:shortest] for layer in sorted(by_layer)])
+
+
+def recorded_shares(path: Path) -> np.ndarray:
+    ids_LTA = read_routing(path)
+    if ids_LTA.max() >= EXPERTS or ids_LTA.shape[2] != TOPK:
+        raise SystemExit(
+            f"--experts: want {TOPK} of {EXPERTS} experts, got {ids_LTA.shape[2]} up to {ids_LTA.max()} in {path}"
+        )
+    return np.stack([np.bincount(ids.ravel(), minlength=EXPERTS) / len(ids) for ids in ids_LTA])
+
+
+def compose(path: Path, ranks: int, batch: int, trials: int, seed: int, history: int = 16) -> dict[str, float]:
+    """Busiest rank over mean, of the next tokens of `batch` out of 2 x batch pseudo-requests (places in the recording).
+
+    random: any; predicted: chosen one by one for the least load of the busiest rank, summed over layers, by the last
+    `history` tokens of each; oracle: the same by the next tokens themselves.
+    """
+    ids_LTA = read_routing(path)
+    layers, tokens, _ = ids_LTA.shape
+    per_rank = -(-(int(ids_LTA.max()) + 1) // ranks)
+    load_TLR = np.zeros((tokens, layers, ranks))
+    for layer in range(layers):
+        for token in range(tokens):
+            load_TLR[token, layer] = np.bincount(ids_LTA[layer, token] // per_rank, minlength=ranks)
+    rng, ratios = np.random.default_rng(seed), {"random": [], "predicted": [], "oracle": []}
+
+    def pick(loads_NLR: np.ndarray) -> list[int]:
+        chosen, total_LR = [], np.zeros((layers, ranks))
+        for _ in range(batch):
+            cost_N = (total_LR + loads_NLR).max(2).sum(1)
+            cost_N[chosen] = np.inf
+            chosen.append(int(cost_N.argmin()))
+            total_LR += loads_NLR[chosen[-1]]
+        return chosen
+
+    for _ in range(trials):
+        places = rng.choice(np.arange(history, tokens), 2 * batch, replace=tokens - history < 2 * batch)
+        next_NLR = load_TLR[places]
+        past_NLR = np.stack([load_TLR[place - history : place].mean(0) for place in places])
+        for name, chosen in (("random", list(range(batch))), ("predicted", pick(past_NLR)), ("oracle", pick(next_NLR))):
+            total_LR = next_NLR[chosen].sum(0)
+            ratios[name].append((total_LR.max(1) / total_LR.mean(1)).mean())
+    return {name: float(np.mean(values)) for name, values in ratios.items()}
+
+
+# The table.
+
+COLUMNS = {
+    "first_token_p50_s": "first p50 s", "first_token_p95_s": "p95 s", "gap_p50_ms": "gap p50 ms", "gap_p95_ms": "p95 ms",
+    "gap_p99_ms": "p99 ms", "tokens_per_s": "tokens/s", "goodput_tokens_per_s": "goodput", "preempted": "preempted",
+    "computed": "prefill", "replayed": "replayed", "fetched": "fetched", "longest_wait_s": "longest wait s",
+    "tokens_per_step": "tokens/step", "distinct_experts": "experts/layer", "busiest_rank": "busiest/mean",
+    "step_ms": "step ms", "decision_share": "decision",
+}  # fmt: skip
+
+
+def show(rows: list[dict]) -> None:
+    print("| trace | scheduler | " + " | ".join(COLUMNS.values()) + " |\n" + "|---" * (len(COLUMNS) + 2) + "|")
+    for row in rows:
+        cells = [
+            f"{row[c]:.2%}" if c == "decision_share" else f"{row[c]:,.0f}" if abs(row[c]) >= 100 else f"{row[c]:.3g}"
+            for c in COLUMNS
+        ]
+        print(f"| {row['trace']} | {row['scheduler']} | " + " | ".join(cells) + " |")
+
+
+def simulate(
+    trace: str, policies: list[str], oversubscription: float, seconds: float, tier_bytes: float, experts: ExpertLoad,
+    machine: Machine, bounds: tuple[float, float], seed: int,
+) -> list[dict]:  # fmt: skip
+    """A row for each policy, the first for memory without end."""
+    sessions = TRACES[trace](random.Random(seed), seconds)
+    free = Simulation(sessions, SCHEDULERS["fcfs"], machine, experts, 10**8, 0, max_num_seqs=10**6)
+    free.run()
+    total_blocks = int(free.peak_blocks / oversubscription)
+    rows = [{"trace": trace, "scheduler": "fcfs, no limit", **free.report(*bounds)}]
+    for policy in policies:
+        run = Simulation(
+            sessions, SCHEDULERS[policy.removesuffix("_512")], machine, experts, total_blocks, tier_bytes,
+            max_tokens=512 if policy.endswith("_512") else 2048,
+        )  # fmt: skip
+        run.run()
+        rows.append({"trace": trace, "scheduler": policy, **run.report(*bounds)})
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--traces", default="chat,bursts,mixed")
-    parser.add_argument("--policies", default="fcfs,dependency_aware")
+    parser.add_argument("--traces", default="chat,bursts,mixed,talk", help=f"of {', '.join(TRACES)}")
+    parser.add_argument("--policies", default="fcfs,fcfs_512,dependency_aware")
     parser.add_argument("--oversubscription", type=float, default=2.0)
-    parser.add_argument("--seconds", type=float, default=120)
+    parser.add_argument("--seconds", type=float, default=60, help="of arrivals; each run goes on until all are served")
     parser.add_argument("--tier-gb", type=float, default=64, help="host tier of each rank; 0: none")
+    parser.add_argument("--experts", default="zipf:0.5", help="zipf:EXPONENT or a recording")
+    parser.add_argument(
+        "--first-token-s", type=float, default=10, help="goodput: tokens of requests within both bounds"
+    )
+    parser.add_argument("--gap-ms", type=float, default=50, help="goodput: bound of a request's p95 between tokens")
+    parser.add_argument("--compose", type=Path, help="recording; measures batches chosen by experts, and nothing else")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", action="store_true", help="the last line of the output is one JSON object")
     args = parser.parse_args()
-    machine = Machine()
-    experts = ExpertLoad(zipf_shares(0.5, np.random.default_rng(args.seed)), machine)
-    policies = {"fcfs": schedule_fcfs, "dependency_aware": schedule_dependency_aware}
-    for name in args.traces.split(","):
-        sessions = TRACES[name](random.Random(args.seed), args.seconds)
-        free = Simulation(sessions, schedule_fcfs, machine, experts, 10**8, 0, max_num_seqs=10**6)
-        free.run()
-        total = int(free.peak_blocks / args.oversubscription)
-        print(name, len(sessions), "peak", free.peak_blocks, "steps", free.num_steps, free.report(5, 0.05))
-        for policy in args.policies.split(","):
-            s = Simulation(sessions, policies[policy], machine, experts, total, args.tier_gb * 1e9)
-            started = time.time()
-            s.run()
-            print(policy, {k: round(v, 4) for k, v in s.report(5, 0.05).items()}, round(time.time() - started, 1), "s")
+    if args.compose is not None:
+        rows = [
+            {"ranks": ranks, "batch": batch, **compose(args.compose, ranks, batch, 40, args.seed)}
+            for ranks in (8, 16, 32) for batch in (8, 32)
+        ]  # fmt: skip
+        for row in rows:
+            print(", ".join(f"{key} {value:.3g}" for key, value in row.items()))
+    else:
+        kind, _, value = args.experts.partition(":")
+        machine = Machine()
+        shares = zipf_shares(float(value), args.seed) if kind == "zipf" else recorded_shares(Path(args.experts))
+        experts, bounds = ExpertLoad(shares, machine), (args.first_token_s, args.gap_ms / 1e3)
+        rows = []
+        for trace in args.traces.split(","):
+            rows += simulate(
+                trace, args.policies.split(","), args.oversubscription, args.seconds, args.tier_gb * 1e9, experts, machine,
+                bounds, args.seed,
+            )  # fmt: skip
+        show(rows)
+    if args.json:
+        print(json.dumps({"rows": rows, "seconds": args.seconds, "oversubscription": args.oversubscription}))
 
 
 if __name__ == "__main__":

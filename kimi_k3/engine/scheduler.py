@@ -39,7 +39,7 @@ class Candidate(NamedTuple):
     replay_if_dropped: int  # tokens to recompute if it is preempted without parking (since its last snapshot)
     idle_steps: int  # steps since it last ran (or arrived)
     experts: tuple[float, ...] = ()  # decayed load this request adds per expert rank (may be empty)
-    ran_steps: int = 0  # running: steps since it got its slot; 0 throughout: nobody is made to give way to an old one
+    ran_steps: int = 0  # running: steps since it got its slot; 0 throughout: nobody gives way to an old or urgent one
 
 
 class Resources(NamedTuple):
@@ -72,7 +72,8 @@ class Policy(NamedTuple):
     """Knobs of `schedule_dependency_aware`. Bound of a wait: after `patience` idle steps a request is old. Nothing
     younger is admitted before an old one, and when nobody was admitted for `quantum` steps, it takes the place of
     others. So it runs within patience + (1 + old requests before it) * quantum steps, plus its own fetch, given
-    max_tokens_per_step >= max_num_seqs + block_size."""
+    max_tokens_per_step >= max_num_seqs + block_size. Nor does anyone lose its place in its first `quantum` steps to a
+    request of higher priority."""
 
     prefill_share: float = 0.25  # of max_tokens_per_step: the most prefill beside tokens that others wait for
     spread: int = 16  # steps over which the prefill at hand is spread while others decode
@@ -80,7 +81,7 @@ class Policy(NamedTuple):
     priority_worth: int = 64  # one level of priority: as if it had arrived this many requests earlier
     length_worth: int = 4  # each doubling of the prefill beyond one block: this many requests later
     patience: int = 1024
-    quantum: int = 256
+    quantum: int = 128
     lookahead: int = 8  # waiting requests whose tier data is asked for ahead of their turn
 
 
@@ -289,8 +290,11 @@ def schedule_dependency_aware(
         free, wanted = spare, expected(candidate)
         may_take_any = is_stuck and candidate.idle_steps >= policy.patience
         for victim in reversed(running):
+            # Whoever came in keeps its place until it has got somewhere: else urgent ones would undo its work for ever.
+            is_settled = victim.ran_steps >= policy.quantum and (victim.is_decoding or resources.can_park)
+            is_lower = candidate.priority > victim.priority and (is_settled or victim.replay_if_dropped == 0)
             fits = free >= wanted and step.seqs - len(victims) < resources.max_num_seqs
-            if fits or not (may_take_any or candidate.priority > victim.priority):
+            if fits or not (may_take_any or is_lower):
                 break
             victims.append(victim)
             free += resources.slot_blocks + victim.blocks_freed + expected(victim)

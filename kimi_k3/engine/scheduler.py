@@ -69,11 +69,15 @@ class Schedule(NamedTuple):
 
 
 class Policy(NamedTuple):
-    """Knobs of `schedule_dependency_aware`. Bound of a wait: after `patience` idle steps a request is old. Nothing
-    younger is admitted before an old one, and when nobody was admitted for `quantum` steps, it takes the place of
-    others. So it runs within patience + (1 + old requests before it) * quantum steps, plus its own fetch, given
-    max_tokens_per_step >= max_num_seqs + block_size. Nor does anyone lose its place in its first `quantum` steps to a
-    request of higher priority."""
+    """Knobs of `schedule_dependency_aware`, and the bound of a wait.
+
+    The order of those who wait is their arrival, moved by at most `priority_worth` places for a level of priority and
+    `length_worth` for a doubling of the prefill: so many later requests go first, and no more. After `patience` idle
+    steps a request is old: nobody behind it is admitted before it any more, and when nobody was admitted for `quantum`
+    steps, it takes the place of others. So it runs within patience + (1 + requests before it in the order) * quantum
+    steps, plus its own fetch, given max_tokens_per_step >= max_num_seqs + block_size. Nor does anyone lose its place in
+    its first `quantum` steps to a request of higher priority.
+    """
 
     prefill_share: float = 0.25  # of max_tokens_per_step: the most prefill beside tokens that others wait for
     spread: int = 16  # steps over which the prefill at hand is spread while others decode
@@ -260,7 +264,7 @@ def schedule_dependency_aware(
         preempt(running[-1], "memory")
     is_closed = bool(step.preempt)  # to others: what was just freed is for those who run
 
-    # 2. Who comes next: the old, then in order of arrival, priority counting as earlier and a long prefill as later.
+    # 2. Who comes next: in order of arrival, priority counting as earlier and a long prefill as later.
     spare = step.room - sum(map(expected, running)) if waiting else 0  # beside what those who run will want
     is_stuck = all(c.ran_steps >= policy.quantum for c in running)
     lowest = min((c.priority for c in running), default=0)
@@ -276,7 +280,7 @@ def schedule_dependency_aware(
     for c in (*work, *waiting):
         later = policy.length_worth * ((c.total - (c.done or c.reuse)) // block).bit_length()
         turn = c.arrival - policy.priority_worth * c.priority + later
-        keys[c.rid] = (c.idle_steps < policy.patience, turn, c.arrival, 0)
+        keys[c.rid] = (turn, c.arrival, 0)
     if waits_for:
         _inherit(keys, waits_for)
     waiting.sort(key=lambda c: keys[c.rid])

@@ -15,6 +15,7 @@ knows who waits for whom, and what a choice costs later. Its wait is bounded: se
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 
@@ -38,7 +39,7 @@ class Candidate(NamedTuple):
     replay_if_dropped: int  # tokens to recompute if it is preempted without parking (since its last snapshot)
     idle_steps: int  # steps since it last ran (or arrived)
     experts: tuple[float, ...] = ()  # decayed load this request adds per expert rank (may be empty)
-    ran_steps: int = 0  # running: steps since it got its slot; 0 throughout: nobody is made to give way to an old one
+    ran_steps: int = 0  # running: steps since it got its slot; 0 throughout: nobody gives way to an old or urgent one
 
 
 class Resources(NamedTuple):
@@ -68,20 +69,28 @@ class Schedule(NamedTuple):
 
 
 class Policy(NamedTuple):
-    """Knobs of `schedule_dependency_aware`. Bound of a wait: after `patience` idle steps a request is old. Nothing
-    younger is admitted before an old one, and when nobody was admitted for `quantum` steps, it takes the place of
-    others. So it runs within patience + (1 + old requests before it) * quantum steps, plus its own fetch."""
+    """Knobs of `schedule_dependency_aware`, and the bound of a wait.
 
-    prefill_share: float = 0.25  # of max_tokens_per_step, for prefill while others decode: what a token may be late
-    horizon: int = 256  # tokens each request is expected to grow by; admission leaves room for them
+    The order of those who wait is their arrival, moved by at most `priority_worth` places for a level of priority and
+    `length_worth` for a doubling of the prefill: so many later requests go first, and no more. After `patience` idle
+    steps a request is old: nobody behind it is admitted before it any more, and when nobody was admitted for `quantum`
+    steps, it takes the place of others. So it runs within patience + (1 + requests before it in the order) * quantum
+    steps, plus its own fetch, given max_tokens_per_step >= max_num_seqs + block_size. Nor does anyone lose its place in
+    its first `quantum` steps to a request of higher priority.
+    """
+
+    prefill_share: float = 0.25  # of max_tokens_per_step: the most prefill beside tokens that others wait for
+    spread: int = 16  # steps over which the prefill at hand is spread while others decode
+    horizon: int = 64  # tokens that each request is expected to grow by; admission leaves room for them
     priority_worth: int = 64  # one level of priority: as if it had arrived this many requests earlier
     length_worth: int = 4  # each doubling of the prefill beyond one block: this many requests later
     patience: int = 1024
-    quantum: int = 256
+    quantum: int = 128
     lookahead: int = 8  # waiting requests whose tier data is asked for ahead of their turn
 
 
 DEFAULT_POLICY = Policy()
+Key = tuple[float, ...]  # a place in an order; ends in a 0 that `_inherit` uses
 
 
 class _Step:
@@ -110,9 +119,8 @@ class _Step:
     def piece(self, candidate: Candidate, tokens: int, room: int) -> int:
         """The largest allowed number of next tokens within `tokens` and `room`; -1 if there is none."""
         start = candidate.done or candidate.reuse
-        end = min(candidate.total, start + tokens)
         slot = 0 if candidate.is_running else self.resources.slot_blocks
-        end = min(end, (room - slot + candidate.blocks_held) * self.block)
+        end = min(candidate.total, start + tokens, (room - slot + candidate.blocks_held) * self.block)
         if end < candidate.total:
             end -= end % self.block
         return end - start if end > start or end == candidate.total else -1
@@ -125,8 +133,19 @@ class _Step:
             self.admit.append(candidate.rid)
             self.seqs += 1
 
+    def give_tokens(self, decoding: Sequence[Candidate], limit: int) -> None:
+        """The next token for each that decodes, up to `limit` of them, while blocks last."""
+        for candidate in decoding:
+            needed = candidate.total > candidate.blocks_held * self.block
+            if len(self.rows) >= limit or needed > self.room:
+                self.reasons[candidate.rid] = "budget" if len(self.rows) >= limit else "memory"
+            else:
+                self.room -= needed
+                self.rows.append((candidate.rid, 1))
+        self.tokens -= len(self.rows)
+
     def take_back(self, candidate: Candidate, how: str, reason: str) -> None:
-        """Preempt; rows that were given are withdrawn."""
+        """Preempt; a row or piece that was given is withdrawn."""
         for given in (self.rows, self.pieces):
             for rid, tokens in [row for row in given if row[0] == candidate.rid]:
                 given.remove((rid, tokens))
@@ -148,11 +167,14 @@ def schedule_fcfs(candidates: Sequence[Candidate], resources: Resources) -> Sche
     data is asked for when its request's turn has come.
     """
     step = _Step(resources)
-    order = sorted(candidates, key=lambda candidate: candidate.arrival)
-    running = [candidate for candidate in order if candidate.is_running]
-    step.seqs = len(running)
-    alive = list(running)
-    for candidate in sorted(running, key=lambda candidate: not candidate.is_decoding):  # stable: by arrival inside
+    order = sorted(candidates, key=itemgetter(1))
+    alive = [candidate for candidate in order if candidate.is_running]
+    waiting = [candidate for candidate in order if not candidate.is_running]
+    step.seqs = len(alive)
+    while len(alive) > 1 and step.room < sum(c.is_decoding and c.total > c.blocks_held * step.block for c in alive):
+        step.take_back(alive.pop(), "drop", "memory")
+    step.give_tokens([candidate for candidate in alive if candidate.is_decoding], step.tokens)
+    for candidate in [candidate for candidate in alive if not candidate.is_decoding]:
         if candidate not in alive:
             continue
         wanted = step.piece(candidate, step.tokens, resources.total_blocks)
@@ -168,37 +190,26 @@ def schedule_fcfs(candidates: Sequence[Candidate], resources: Resources) -> Sche
             step.give(candidate, wanted)
         elif candidate in alive:
             step.reasons[candidate.rid] = "memory"
-    is_blocked, is_spent = bool(step.preempt), False  # what was just freed is for those who run
-    for candidate in order:
-        if candidate.is_running:
-            continue
-        if is_spent:
-            step.reasons[candidate.rid] = "budget"
-            continue
-        wanted = step.piece(candidate, step.tokens, resources.total_blocks)
-        needed = step.blocks_at(candidate, (candidate.done or candidate.reuse) + max(wanted, 0))
-        if step.seqs >= resources.max_num_seqs:
-            step.reasons[candidate.rid] = "max_num_seqs"
-        elif is_blocked or needed > step.room:
-            step.reasons[candidate.rid], is_blocked = "memory", True
-        elif wanted < 0:
-            step.reasons[candidate.rid], is_spent = "budget", True
+    blocked = "memory" if step.preempt else ""  # what was just freed is for those who run
+    for candidate in waiting:
+        if not blocked:
+            wanted = step.piece(candidate, step.tokens, resources.total_blocks)
+            needed = step.blocks_at(candidate, (candidate.done or candidate.reuse) + max(wanted, 0))
+            is_full = step.seqs >= resources.max_num_seqs
+            blocked = "max_num_seqs" if is_full else "budget" if wanted < 0 else "memory" if needed > step.room else ""
+        if blocked:
+            step.reasons[candidate.rid] = blocked
         elif candidate.fetch in ("absent", "pending"):
             step.reasons[candidate.rid] = "fetch"
-            if candidate.fetch == "absent":
-                step.prefetch.append(candidate.rid)
+            step.prefetch += [candidate.rid] if candidate.fetch == "absent" else []
         else:
             step.give(candidate, wanted)
     return step.close()
 
 
-Key = tuple[float, ...]
-
-
-def _inherit(keys: dict[int, Key], candidates: Sequence[Candidate]) -> None:
-    """Whoever others wait for, directly or not, comes right before the first of them. Keys end in a 0 for this."""
-    waits_for = {c.rid: c.waits_for for c in candidates if c.waits_for is not None}
-    own = dict(keys) if waits_for else keys
+def _inherit(keys: dict[int, Key], waits_for: dict[int, int]) -> None:
+    """Whoever others wait for, directly or not, comes right before the first of them."""
+    own = dict(keys)
     for rid in waits_for:
         seen: set[int] = {rid}
         other: int | None = waits_for[rid]
@@ -219,55 +230,75 @@ def schedule_dependency_aware(
 
     Unlike `schedule_fcfs` it admits a request only with room for its whole prompt and `policy.horizon` more tokens,
     beside the same for those that run; holds back requests whose prefix is just being computed, and moves the one
-    that computes it to their place in the order; bounds prefill while others decode; parks or drops by cost; asks for
-    tier data ahead; and admits nobody who would load the busiest expert rank above `expert_budget`.
+    that computes it to their place in the order; spreads prefill over steps while others decode; parks or drops by
+    cost; asks for tier data ahead; and admits nobody who would load the busiest expert rank above `expert_budget`.
     """
     step, block = _Step(resources), resources.block_size
-    turns: dict[int, Key] = {c.rid: (c.arrival - policy.priority_worth * c.priority, c.arrival, 0) for c in candidates}
-    keys: dict[int, Key] = {}
-    for c in candidates:
-        later = 0 if c.is_decoding else policy.length_worth * ((c.total - (c.done or c.reuse)) // block).bit_length()
-        turn = turns[c.rid]
-        keys[c.rid] = (c.idle_steps < policy.patience, turn[0] + later, *turn[1:])
-    _inherit(turns, candidates)
-    _inherit(keys, candidates)
-    running = sorted((c for c in candidates if c.is_running), key=lambda c: turns[c.rid])
-    waiting = sorted((c for c in candidates if not c.is_running), key=lambda c: keys[c.rid])
+    order = sorted(candidates, key=itemgetter(1))
+    running = [c for c in order if c.is_running]
+    waiting = [c for c in order if not c.is_running]
+    waits_for = {c.rid: c.waits_for for c in waiting if c.waits_for is not None}
     step.seqs = len(running)
+    if waits_for or any(c.priority for c in running):
+        turns: dict[int, Key] = {c.rid: (c.arrival - policy.priority_worth * c.priority, c.arrival, 0) for c in order}
+        _inherit(turns, waits_for)
+        running.sort(key=lambda c: turns[c.rid])
 
     def expected(candidate: Candidate) -> int:
         """Blocks it will want within the horizon, from now."""
         return step.blocks_at(candidate, candidate.total + min(policy.horizon, candidate.remaining_new))
-
-    def at_once(candidate: Candidate) -> int:
-        """Blocks of its next token, or of a prefill's next piece at least."""
-        return step.blocks_at(candidate, min(candidate.total, candidate.done - candidate.done % block + block))
 
     def preempt(candidate: Candidate, reason: str) -> None:
         is_dear = candidate.replay_if_dropped > resources.park_tokens
         step.take_back(candidate, "park" if resources.can_park and is_dear else "drop", reason)
         running.remove(candidate)
 
-    # 1. Memory for those that run: each that decodes, and the first in order whatever it does.
-    needs = [at_once(c) if c.is_decoding or place == 0 else 0 for place, c in enumerate(running)]
-    while len(running) > 1 and sum(needs) > step.room:
+    # 1. Memory for those that run: a token for each that decodes, and a block for the first in order whatever it does.
+    while len(running) > 1:
+        first = running[0]
+        needed = sum(c.is_decoding and c.total > c.blocks_held * block for c in running)
+        if not first.is_decoding:
+            needed += step.blocks_at(first, min(first.total, first.done - first.done % block + block))
+        if needed <= step.room:
+            break
         preempt(running[-1], "memory")
-        needs.pop()
     is_closed = bool(step.preempt)  # to others: what was just freed is for those who run
-    spare = step.room - sum(map(expected, running))  # after all that those who run are expected to want
 
-    # 2. One urgent request may take the place of others: of lower priority; of anyone when it is old and nothing moves.
-    chosen: Candidate | None = None
+    # 2. Who comes next: in order of arrival, priority counting as earlier and a long prefill as later.
+    spare = step.room - sum(map(expected, running)) if waiting else 0  # beside what those who run will want
     is_stuck = all(c.ran_steps >= policy.quantum for c in running)
-    for candidate in waiting[: policy.lookahead] if running and not is_closed else ():
-        is_old = candidate.idle_steps >= policy.patience
+    lowest = min((c.priority for c in running), default=0)
+    asked = sum(c.fetch in ("pending", "ready") for c in waiting)
+    has_room = not running or (spare > resources.slot_blocks and step.seqs < resources.max_num_seqs)
+    has_claim = any(c.priority > lowest or (is_stuck and c.idle_steps >= policy.patience) for c in waiting)
+    may_ask = asked < policy.lookahead and any(c.fetch == "absent" for c in waiting)
+    work = [c for c in running if not c.is_decoding]
+    if not (may_ask or waits_for) and (is_closed or not (has_room or has_claim)):  # common when memory is full
+        step.reasons.update(dict.fromkeys([c.rid for c in waiting], "memory"))
+        waiting = []
+    keys: dict[int, Key] = {}
+    for c in (*work, *waiting):
+        later = policy.length_worth * ((c.total - (c.done or c.reuse)) // block).bit_length()
+        turn = c.arrival - policy.priority_worth * c.priority + later
+        keys[c.rid] = (turn, c.arrival, 0)
+    if waits_for:
+        _inherit(keys, waits_for)
+    waiting.sort(key=lambda c: keys[c.rid])
+
+    # 3. One of them may take the place of others: of lower priority; of anyone when it is old and nothing moves.
+    chosen: Candidate | None = None
+    for candidate in waiting[: policy.lookahead] if has_claim and running and not is_closed else ():
         if candidate.fetch in ("absent", "pending") or candidate.waits_for in {c.rid for c in running}:
             continue
         victims: list[Candidate] = []
         free, wanted = spare, expected(candidate)
+        may_take_any = is_stuck and candidate.idle_steps >= policy.patience
         for victim in reversed(running):
+            # Whoever came in keeps its place until it has got somewhere: else urgent ones would undo its work for ever.
+            is_settled = victim.ran_steps >= policy.quantum and (victim.is_decoding or resources.can_park)
+            is_lower = candidate.priority > victim.priority and (is_settled or victim.replay_if_dropped == 0)
             fits = free >= wanted and step.seqs - len(victims) < resources.max_num_seqs
-            if fits or not ((is_old and is_stuck) or candidate.priority > victim.priority):
+            if fits or not (may_take_any or is_lower):
                 break
             victims.append(victim)
             free += resources.slot_blocks + victim.blocks_freed + expected(victim)
@@ -277,28 +308,28 @@ def schedule_dependency_aware(
             chosen, spare = candidate, free
             break
 
-    # 3. One token for each that decodes; where they are too many they take turns, and leave a block for prefill.
+    # 4. One token for each that decodes; where they are too many they take turns, and leave a block for prefill.
     decoding = [c for c in running if c.is_decoding]
-    work = sorted([c for c in running if not c.is_decoding] + waiting, key=lambda c: (c is not chosen, keys[c.rid]))
+    work = [c for c in running if not c.is_decoding] + waiting
+    work.sort(key=lambda c: (c is not chosen, keys[c.rid]))
     limit = resources.max_tokens_per_step
     if work and len(decoding) > limit - block:
         limit = max(limit - block, 1)
     if len(decoding) > limit:
-        decoding.sort(key=lambda c: (-c.idle_steps, turns[c.rid]))
-    for candidate in decoding:
-        if len(step.rows) >= limit:
-            step.reasons[candidate.rid] = "budget"
-        elif at_once(candidate) > step.room:
-            step.reasons[candidate.rid] = "memory"
-        else:
-            step.give(candidate, 1)
-    given = {rid for rid, _ in step.rows}
-    loads = [c.experts for c in decoding if c.experts and c.rid in given]
+        decoding.sort(key=lambda c: -c.idle_steps)
+    step.give_tokens(decoding, limit)
+    loads = [c.experts for c in decoding if c.experts and c.rid not in step.reasons]
 
-    # 4. Prefill and admission.
-    share = max(block, int(policy.prefill_share * resources.max_tokens_per_step))
-    allowance = min(step.tokens, share) if step.rows else step.tokens
-    asked = sum(c.fetch == "pending" for c in waiting)
+    # 5. Prefill and admission. Beside tokens that others wait for, the prefill at hand is spread over some steps.
+    allowance, at_hand, free = step.tokens, 0, spare
+    for candidate in work if step.rows else ():
+        free -= 0 if candidate.is_running else expected(candidate)
+        if free < 0 and not candidate.is_running:
+            break
+        at_hand += candidate.total - (candidate.done or candidate.reuse)
+    if step.rows:
+        most = int(policy.prefill_share * resources.max_tokens_per_step)
+        allowance = min(step.tokens, max(block, min(most, -(-at_hand // policy.spread))))
     live = {c.rid for c in running}
     for candidate in work:
         rid, left = candidate.rid, candidate.total - (candidate.done or candidate.reuse)
@@ -312,8 +343,6 @@ def schedule_dependency_aware(
                 step.reasons[rid] = "budget" if tokens < min(block, left) else "memory"
             continue
         is_alone, is_old = not live, candidate.idle_steps >= policy.patience
-        count = step.piece(candidate, tokens, step.room)
-        wanted = expected(candidate)
         if candidate.waits_for in live:
             step.reasons[rid] = "waits_for"
         elif candidate.fetch in ("absent", "pending"):
@@ -323,21 +352,27 @@ def schedule_dependency_aware(
                 asked += 1
         elif step.seqs >= resources.max_num_seqs:
             step.reasons[rid] = "max_num_seqs"
+        elif is_closed or (spare <= resources.slot_blocks and not is_alone):
+            step.reasons[rid] = "memory"
         elif tokens < min(block, left):
             step.reasons[rid] = "budget"
-        elif is_closed or count < 0 or (wanted > spare and not is_alone):
-            step.reasons[rid] = "memory"
-            is_closed = is_closed or is_old  # nobody slips past an old one
-        elif (
-            resources.expert_budget and not is_alone and _busiest([*loads, candidate.experts]) > resources.expert_budget
-        ):
-            step.reasons[rid] = "experts"
         else:
-            step.give(candidate, count)
-            spare -= wanted
-            live.add(rid)
-            allowance -= count if left > 1 else 0
-            loads += [candidate.experts] if candidate.experts else []
+            count, wanted = step.piece(candidate, tokens, step.room), expected(candidate)
+            if count < 0 or (wanted > spare and not is_alone):
+                step.reasons[rid] = "memory"
+                is_closed = is_old  # nobody slips past an old one
+            elif (
+                resources.expert_budget
+                and not is_alone
+                and _busiest([*loads, candidate.experts]) > resources.expert_budget
+            ):
+                step.reasons[rid] = "experts"
+            else:
+                step.give(candidate, count)
+                spare -= wanted
+                live.add(rid)
+                allowance -= count if left > 1 else 0
+                loads += [candidate.experts] if candidate.experts else []
     return step.close(_busiest(loads))
 
 

@@ -420,10 +420,7 @@ class _Layer:
         """Settle how many active copies each expert has and where they lie."""
         if self.is_new:
             counts_E = self._copy_counts(np.ones(len(self.load_E), int), active_slots)
-            order = np.lexsort((np.arange(len(counts_E)), -self.load_E / counts_E))
-            for expert in order:  # longest first
-                for _ in range(counts_E[expert]):
-                    self._add_active(int(expert), self.load_E / counts_E)
+            missing_E = counts_E
         else:
             before_E = self.active_WE.sum(0)
             enough = before_E.sum() == active_slots and self._imbalance() <= tolerance and before_E.min() > 0
@@ -439,9 +436,11 @@ class _Layer:
                 mine = np.flatnonzero(self.active_WE[worker])
                 self.active_WE[worker, mine[self.load_E[mine].argmin()]] = False
             missing_E = np.maximum(counts_E - self.active_WE.sum(0), 0)
-            for expert in np.lexsort((np.arange(len(counts_E)), -self.load_E / counts_E)):
-                for _ in range(missing_E[expert]):
-                    self._add_active(int(expert), self.load_E / counts_E)
+        shares_E = self.load_E / counts_E
+        load_W, count_W = self.active_WE @ shares_E, self.active_WE.sum(1)
+        for expert in np.lexsort((np.arange(len(shares_E)), -shares_E)):  # longest first
+            for _ in range(missing_E[expert]):
+                self._add_active(int(expert), shares_E, load_W, count_W)
         self._level(tolerance)
 
     def _copy_counts(self, counts_E: np.ndarray, active_slots: int) -> np.ndarray:
@@ -467,30 +466,34 @@ class _Layer:
             counts_E[idle] -= 1
         return counts_E
 
-    def _add_active(self, expert: int, shares_E: np.ndarray) -> None:
-        """On the least loaded worker with room and without a copy, if it can be in a domain without one."""
-        load_W = np.where(self.alive_W, self.active_WE @ shares_E, np.inf)
-        count_W = self.active_WE.sum(1)
+    def _add_active(self, expert: int, shares_E: np.ndarray, load_W: np.ndarray, count_W: np.ndarray) -> None:
+        """On the least loaded worker with room and without a copy; of equals, in a domain without one, then emptiest."""
         lacks_W = self.alive_W & ~self.active_WE[:, expert]
         free_W = self.alive_W & (count_W < self.limit)
-        taken = np.isin(self.domain_W, self.domain_W[self.active_WE[:, expert]])
         candidates = np.flatnonzero(lacks_W & free_W)
         if len(candidates):
-            order = np.lexsort((candidates, count_W[candidates], taken[candidates], load_W[candidates]))
-            self.active_WE[candidates[order[0]], expert] = True
+            least = candidates[load_W[candidates] == load_W[candidates].min()]
+            taken = np.isin(self.domain_W[least], self.domain_W[self.active_WE[:, expert]])
+            worker = int(least[np.lexsort((least, count_W[least], taken))[0]])
+            self.active_WE[worker, expert] = True
+            load_W[worker] += shares_E[expert]
+            count_W[worker] += 1
             return
         # Only workers that have one have room. Another expert goes there and leaves its place: the lightest that can.
-        best = None
+        options = []
         for room in np.flatnonzero(free_W):
             for worker in np.flatnonzero(lacks_W):
                 movable = np.flatnonzero(self.active_WE[worker] & ~self.active_WE[room])
-                for other in movable[np.argsort(shares_E[movable], kind="stable")[:1]]:
-                    option = (load_W[worker] + shares_E[expert] - shares_E[other], int(worker), int(room), int(other))
-                    best = option if best is None else min(best, option)
-        assert best is not None, "fewer copies than places, yet none to be found"
-        _, worker, room, other = best
+                if len(movable):
+                    other = int(movable[shares_E[movable].argmin()])
+                    higher = max(load_W[worker] + shares_E[expert] - shares_E[other], load_W[room] + shares_E[other])
+                    options.append((higher, int(worker), int(room), other))
+        _, worker, room, other = min(options)
         self.active_WE[worker, [expert, other]] = True, False
         self.active_WE[room, other] = True
+        load_W[worker] += shares_E[expert] - shares_E[other]
+        load_W[room] += shares_E[other]
+        count_W[room] += 1
 
     def _imbalance(self) -> float:
         load_W = self.worker_loads()[self.alive_W]
@@ -583,7 +586,10 @@ class _Layer:
                     if int(target) not in came_from:
                         came_from[int(target)] = (worker, int(other))
                         queue.append(int(target))
-        raise NoRoomForExperts(f"balanced: capacity: no slot in another domain for a standby copy of expert {expert}")
+        raise NoRoomForExperts(
+            f"balanced: capacity: want a slot in another domain for a standby copy of expert {expert}, and "
+            f"{int(room_W.sum())} are free, got a capacity of {self.capacity}"
+        )
 
     def restore_missing(self, lost: int) -> None:
         missing = np.flatnonzero(~self.active_WE.any(0))

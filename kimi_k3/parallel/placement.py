@@ -468,13 +468,15 @@ class _Layer:
 
     def _add_active(self, expert: int, shares_E: np.ndarray, load_W: np.ndarray, count_W: np.ndarray) -> None:
         """On the least loaded worker with room and without a copy; of equals, in a domain without one, then emptiest."""
-        lacks_W = self.alive_W & ~self.active_WE[:, expert]
+        has_W = self.active_WE[:, expert]
+        lacks_W = self.alive_W & ~has_W
         free_W = self.alive_W & (count_W < self.limit)
-        candidates = np.flatnonzero(lacks_W & free_W)
-        if len(candidates):
-            least = candidates[load_W[candidates] == load_W[candidates].min()]
-            taken = np.isin(self.domain_W[least], self.domain_W[self.active_WE[:, expert]])
-            worker = int(least[np.lexsort((least, count_W[least], taken))[0]])
+        score_W = np.where(lacks_W & free_W, load_W, np.inf)
+        lowest = score_W.min()
+        if lowest < np.inf:
+            taken = set(self.domain_W[has_W].tolist())
+            least = (score_W == lowest).nonzero()[0].tolist()
+            worker = min(least, key=lambda worker: (self.domain_W[worker] in taken, count_W[worker], worker))
             self.active_WE[worker, expert] = True
             load_W[worker] += shares_E[expert]
             count_W[worker] += 1
@@ -631,7 +633,9 @@ class _Layer:
         for worker, slots_S in enumerate(slots_WS):
             occupied = np.flatnonzero(slots_S != EMPTY)
             slots_S[occupied[~device_WE[worker, slots_S[occupied]]]] = EMPTY
-            added = np.setdiff1d(np.flatnonzero(device_WE[worker]), slots_S)
+            is_added_E = device_WE[worker].copy()
+            is_added_E[slots_S[slots_S != EMPTY]] = False
+            added = np.flatnonzero(is_added_E)
             slots_S[np.flatnonzero(slots_S == EMPTY)[: len(added)]] = added
             experts = np.flatnonzero(self.host_WE[worker])
             host_WB[worker, : len(experts)] = experts

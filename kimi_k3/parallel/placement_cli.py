@@ -188,8 +188,15 @@ def check_plans(loads_LE: np.ndarray, workers: int, extra: int, limit: float, do
     elif (loads_LE == loads_LE[:, :1]).all() and workers > 1:  # no expert is worth three copies: each gets two, apart
         wanted["twice"] = {"active_slots": 2 * experts}
     for name, options in wanted.items():
+        if name.startswith("extra, "):  # standby copies are added to a plan in use, which stays as it is
+            if "extra" not in plans:
+                continue
+            more = -(-experts // workers) if options["standby"] == "device" else 0
+            options |= {"previous": plans["extra"], "capacity": plans["extra"].capacity + more}
+        else:
+            options |= {"num_workers": workers, "domains": domains}
         try:
-            plans[name] = ExpertPlacement.balanced(loads_LE, workers, domains=domains, **options)
+            plans[name] = ExpertPlacement.balanced(loads_LE, **options)
         except (ValueError, AssertionError) as error:
             problems.append(f"{name}: {error}")
     ratios = {name: float(plan.imbalance(loads_LE).max()) for name, plan in plans.items()}

@@ -336,10 +336,19 @@ def _plan(args: argparse.Namespace) -> int:
             "%s holds %d bytes of tensors, its config.json makes %d: the plan counts these (see `kimi-k3 verify`)",
             args.path, stored_bytes, plan.checkpoint_bytes,
         )  # fmt: skip
+    values = {"path": str(args.path), "stored_bytes": stored_bytes} | plan.to_dict()
+    if plan.mesh.ep > 1:
+        from kimi_k3.parallel.cluster_plan import ClusterPlan
+
+        cluster = ClusterPlan(plan)
+        values["cluster"] = cluster.to_dict()
     if args.json:
-        _print_json({"path": str(args.path), "stored_bytes": stored_bytes} | plan.to_dict())
-    else:
-        _print_plan(plan)
+        _print_json(values)
+        return 0
+    _print_plan(plan)
+    if plan.mesh.ep > 1:
+        print()
+        print("\n".join(cluster.lines()))
     return 0
 
 

@@ -103,9 +103,10 @@ class ExpertPlacement:
             raise ValueError("placement: an empty slot is active")
         copies = self._copies(self.slots) + self._copies(self.host)
         self._refuse(copies > 1, "has two copies on worker {worker}", ValueError)
-        self._refuse((copies > 0) & ~np.array(self.alive)[:, None], "has a copy on worker {worker}, lost", ValueError)
+        is_lost_W1 = np.logical_not(np.array(self.alive))[:, None]
+        self._refuse((copies > 0) & is_lost_W1, "has a copy on worker {worker}, lost", ValueError)
         active = self._copies(np.where(self.is_active, self.slots, EMPTY))
-        self._refuse(~active.any(1, keepdims=True), "has no active copy", NoRoomForExperts)
+        self._refuse((active.sum(1) == 0)[:, None], "has no active copy", NoRoomForExperts)
         if self.survives_a_domain:
             alone = self._num_domains(copies > 0) < 2
             self._refuse(alone[:, None], "has all its copies in one domain", NoRoomForExperts)
@@ -126,7 +127,8 @@ class ExpertPlacement:
     def _num_domains(self, has_LWE: np.ndarray) -> np.ndarray:
         """[L, E]: domains that hold a copy."""
         domains = np.array(self.domains)
-        return sum(has_LWE[:, domains == domain].any(1).astype(int) for domain in sorted(set(self.domains)))
+        spans = [has_LWE[:, domains == domain].any(1) for domain in sorted(set(self.domains))]
+        return np.stack(spans).sum(0)
 
     # Sizes.
 
@@ -284,7 +286,9 @@ class ExpertPlacement:
         """Workers with a standby copy and where it lies, "device" or "host"."""
         device = ((self.slots[layer] == expert) & ~self.is_active[layer]).any(1)
         host = (self.host[layer] == expert).any(1)
-        return [(int(worker), tier) for tier, has in zip(STANDBY_TIERS, (device, host)) for worker in np.flatnonzero(has)]
+        return [
+            (int(worker), tier) for tier, has in zip(STANDBY_TIERS, (device, host)) for worker in np.flatnonzero(has)
+        ]
 
     def worker_loads(self, loads: Any) -> np.ndarray:
         """[L, W]: the load of each worker's active copies, an expert's split evenly over its copies."""
@@ -304,7 +308,7 @@ class ExpertPlacement:
 
     def tables(self, max_copies: int | None = None) -> PlacementTables:
         """See `PlacementTables`. max_copies: C; None: as many as the expert with most has, so a new plan may differ."""
-        layers, workers, capacity = self.slots.shape
+        layers = self.num_layers
         slots_LP = self.slots.reshape(layers, -1).astype(np.int64)
         active_LP = self.is_active.reshape(layers, -1)
         layer, slot = np.nonzero(slots_LP != EMPTY)
@@ -379,7 +383,13 @@ class _Layer:
     """One layer while it is planned: who has which copies, [W, E] bool each; ties go to the lower number."""
 
     def __init__(
-        self, load_E: np.ndarray, alive_W: np.ndarray, domain_W: np.ndarray, capacity: int, limit: int, old: _Layer | None
+        self,
+        load_E: np.ndarray,
+        alive_W: np.ndarray,
+        domain_W: np.ndarray,
+        capacity: int,
+        limit: int,
+        old: _Layer | None,
     ) -> None:
         self.load_E, self.alive_W, self.domain_W, self.capacity, self.limit = load_E, alive_W, domain_W, capacity, limit
         shape = len(alive_W), len(load_E)
@@ -483,13 +493,13 @@ class _Layer:
             return
         # Only workers that have one have room. Another expert goes there and leaves its place: the lightest that can.
         options = []
-        for room in np.flatnonzero(free_W):
-            for worker in np.flatnonzero(lacks_W):
+        for room in map(int, np.flatnonzero(free_W)):
+            for worker in map(int, np.flatnonzero(lacks_W)):
                 movable = np.flatnonzero(self.active_WE[worker] & ~self.active_WE[room])
                 if len(movable):
                     other = int(movable[shares_E[movable].argmin()])
                     higher = max(load_W[worker] + shares_E[expert] - shares_E[other], load_W[room] + shares_E[other])
-                    options.append((higher, int(worker), int(room), other))
+                    options.append((higher, worker, room, other))
         _, worker, room, other = min(options)
         self.active_WE[worker, [expert, other]] = True, False
         self.active_WE[room, other] = True
@@ -572,16 +582,19 @@ class _Layer:
         put: Callable[[int, int, bool], None],
     ) -> None:  # fmt: skip
         """Shift standby copies along a shortest chain of workers that ends at one with room."""
-        came_from: dict[int, tuple[int, int]] = {int(worker): (-1, expert) for worker in np.flatnonzero(may_WE[:, expert])}
+        came_from: dict[int, tuple[int, int]] = {
+            int(worker): (-1, expert) for worker in np.flatnonzero(may_WE[:, expert])
+        }
         queue = list(came_from)
         for worker in queue:
             if room_W[worker] > 0:
-                while worker != -1:
-                    before, moved = came_from[worker]
+                end = worker
+                while end != -1:
+                    before, moved = came_from[end]
                     if before != -1:
                         put(moved, before, False)
-                    put(moved, worker, True)
-                    worker = before
+                    put(moved, end, True)
+                    end = before
                 return
             for other in np.flatnonzero(standby_WE[worker]):
                 for target in np.flatnonzero(may_WE[:, other]):

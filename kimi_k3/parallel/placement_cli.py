@@ -29,7 +29,9 @@ SOURCES = ("standby", "host", "peer", "checkpoint")  # nearest first
 
 def add_commands(commands: argparse._SubParsersAction) -> None:
     """Add `placement` to the command line; its functions return exit codes."""
-    placement = commands.add_parser("placement", help="experts on workers: who has which, plans checked, skew of a trace")
+    placement = commands.add_parser(
+        "placement", help="experts on workers: who has which, plans checked, skew of a trace"
+    )
     actions = placement.add_subparsers(dest="action", required=True, metavar="ACTION")
 
     explain = actions.add_parser("explain", help="who has an expert, and who gets it when workers are lost")
@@ -37,7 +39,9 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     explain.add_argument("--workers", type=int, required=True, metavar="N")
     explain.add_argument("--expert", type=int, required=True, metavar="E")
     explain.add_argument("--fail", type=_numbers, default=[], metavar="W[,W]", help="workers lost, in this order")
-    explain.add_argument("--layers", type=int, default=MOE_LAYERS, metavar="N", help="MoE layers (default: %(default)s)")
+    explain.add_argument(
+        "--layers", type=int, default=MOE_LAYERS, metavar="N", help="MoE layers (default: %(default)s)"
+    )
     explain.add_argument("--standby", choices=["none", "device", "host"], default="none", help="keep second copies")
     capacity = "slots of a worker in a layer; left out: enough for what --fail loses"
     explain.add_argument("--capacity", type=int, metavar="N", help=capacity)
@@ -119,7 +123,9 @@ def _explain(args: argparse.Namespace) -> int:
         "owner": before.workers_of(args.expert)[0],
         "standby": [{"worker": worker, "tier": tier} for worker, tier in before.standby_of(args.expert)],
         "failed": args.fail,
-        "new_owners": sorted({worker for layer in range(args.layers) for worker in plan.workers_of(args.expert, layer)}),
+        "new_owners": sorted(
+            {worker for layer in range(args.layers) for worker in plan.workers_of(args.expert, layer)}
+        ),
         "source": max((move.source for move in mine), key=SOURCES.index, default="none"),
         "bytes": args.expert_bytes * sum(move.source != "standby" for move in mine),
         "expert_bytes": args.expert_bytes,
@@ -133,14 +139,18 @@ def _explain(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(values))
         return 0
-    print(f"expert {args.expert} of {args.experts} on {args.workers} workers: owner {values['owner']}, in {args.layers} layers")
+    print(
+        f"expert {args.expert} of {args.experts} on {args.workers} workers: owner {values['owner']}, in {args.layers} layers"
+    )
     for copy in values["standby"]:
         print(f"standby copy        worker {copy['worker']}, {copy['tier']} memory")
     if not args.fail:
         return 0
     restored = values["restored"]
     print(f"lost                workers {', '.join(map(str, args.fail))}")
-    print(f"new owners          {', '.join(map(str, values['new_owners']))}, {values['bytes']:,} bytes from {values['source']}")
+    print(
+        f"new owners          {', '.join(map(str, values['new_owners']))}, {values['bytes']:,} bytes from {values['source']}"
+    )
     print(f"all experts         {restored['experts']:,} of all layers, {restored['bytes']:,} bytes")
     print(f"busiest survivor    {restored['bytes_of_the_busiest_survivor']:,} bytes")
     return 0
@@ -176,7 +186,9 @@ def check_plans(loads_LE: np.ndarray, workers: int, extra: int, limit: float, do
     layers, experts = loads_LE.shape
     domains, problems = _domains(workers, domain_size), []
     active = min(experts + extra, experts * workers)
-    plans: dict[str, ExpertPlacement] = {"contiguous": ExpertPlacement.contiguous(experts, workers, layers, domains=domains)}
+    plans: dict[str, ExpertPlacement] = {
+        "contiguous": ExpertPlacement.contiguous(experts, workers, layers, domains=domains)
+    }
     wanted: dict[str, dict[str, Any]] = {
         "no spare slot": {},
         "extra": {"active_slots": active},
@@ -240,8 +252,14 @@ def _check(args: argparse.Namespace) -> int:
         print(json.dumps({"holds": holds, "plans": rows}))
         return 0 if holds else 1
     columns = ("contiguous", "no spare slot", "extra", "extra, standby")
-    print(f"busiest worker over mean, worst layer; extra: {args.extra} active slots; loss: of one worker, before rebalancing")
-    print(f"{'load':<22}{'workers':>8}{'slots':>7}" + "".join(f"{name:>16}" for name in columns) + f"{'loss':>8}{'2 domains':>11}")
+    print(
+        f"busiest worker over mean, worst layer; extra: {args.extra} active slots; loss: of one worker, before rebalancing"
+    )
+    print(
+        f"{'load':<22}{'workers':>8}{'slots':>7}"
+        + "".join(f"{name:>16}" for name in columns)
+        + f"{'loss':>8}{'2 domains':>11}"
+    )
     for row in rows:
         ratios = "".join(f"{row['ratios'].get(name, float('nan')):>16.3f}" for name in columns)
         loss = f"{row['ratio_after_loss']:.3f}" if row["ratio_after_loss"] else "-"
@@ -320,7 +338,9 @@ def _imbalance(args: argparse.Namespace) -> int:
         return 0
     print(f"{values['tokens']:,} tokens, {len(values['layers'])} layers of {values['experts']} experts")
     print(f"{'':<8}{'max / mean of':>24}{'share of the':>16}")
-    print(f"{'layer':<8}{'experts':>12}{f'{args.workers} workers':>12}{'top fifth':>16}  hot experts (x median, copies)")
+    print(
+        f"{'layer':<8}{'experts':>12}{f'{args.workers} workers':>12}{'top fifth':>16}  hot experts (x median, copies)"
+    )
     for row in values["layers"]:
         hot = " ".join(f"{one['expert']} ({one['times_median']:.1f}, {one['copies']})" for one in row["hot"][:8])
         more = f" and {len(row['hot']) - 8} more" if len(row["hot"]) > 8 else ""
@@ -329,9 +349,12 @@ def _imbalance(args: argparse.Namespace) -> int:
         print(f"{row['layer']:<8}{ratios}{row['share_on_top_fifth']:>16.1%}  {hot}{more}{flag}".rstrip())
     worst = values["worker_max_over_mean"]
     verdict = "acceptable" if values["acceptable"] else "NOT acceptable"
-    print(f"workers             mean {worst['mean']:.2f}, worst {worst['worst']:.2f}: {verdict} (limit {ACCEPTABLE_RATIO})")
+    print(
+        f"workers             mean {worst['mean']:.2f}, worst {worst['worst']:.2f}: {verdict} (limit {ACCEPTABLE_RATIO})"
+    )
     if values["enough_tokens"]:
-        print(f"hot experts         {values['hot_experts']} after {values['windows']} windows of {values['window_tokens']:,} tokens")
+        seen = f"{values['windows']} windows of {values['window_tokens']:,} tokens"
+        print(f"hot experts         {values['hot_experts']} after {seen}")
         print(f"replicas            {values['replicas_of_hot_experts']} in the layer that needs most, for hot experts")
     else:
         least = f"want windows of {trace.tokens_for_a_window():,} tokens, a mean count of {MIN_MEAN_COUNT}"

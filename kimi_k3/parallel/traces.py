@@ -134,7 +134,9 @@ def _read_pairs(path: Path, topk: int) -> Iterator[RoutingRecord]:
             step += 1
         previous = layer
         if (end - begin) % topk:
-            raise ValueError(f"trace: {path}: layer {layer} of pass {step} has {end - begin} choices, not {topk} a token")
+            raise ValueError(
+                f"trace: {path}: layer {layer} of pass {step} has {end - begin} choices, not {topk} a token"
+            )
         rows_TA = experts[begin:end].reshape(-1, topk)
         known = earlier.get(layer, rows_TA[:0])
         again = len(known) if np.array_equal(np.sort(rows_TA[: len(known)], 1), np.sort(known, 1)) else 0
@@ -228,7 +230,9 @@ class HotExperts:
         """Take the counts of one window. Returns: [L, E] bool, hot from now on."""
         median_L1 = np.median(counts_LE, axis=1, keepdims=True)
         mean_L1 = counts_LE.mean(axis=1, keepdims=True)
-        counts, mean = (torch.from_numpy(np.broadcast_to(x, counts_LE.shape).astype(float)) for x in (counts_LE, mean_L1))
+        counts, mean = (
+            torch.from_numpy(np.broadcast_to(x, counts_LE.shape).astype(float)) for x in (counts_LE, mean_L1)
+        )
         # P(count or more | Poisson(mean)) is the lower incomplete gamma function.
         chance_LE = torch.special.gammainc(counts.clamp(min=1e-300), mean.clamp(min=1e-300)).numpy()
         is_sure = chance_LE < FALSE_ALARM / counts_LE.size

@@ -85,10 +85,12 @@ def test_extra_slots_level_every_skew_and_survive(workers, exponent, standby):
 
 
 def test_at_zipf_1_2_contiguous_is_fifteen_times_the_mean():
-    """14.9: the hottest expert alone has 23 % of the load, 64 x 0.233."""
+    """14.9: the hottest expert has 23 % of the load, and 13 of the coldest beside it: no plan without replicas is better."""
     loads = zipf(1.2)
     assert 14.9 <= ExpertPlacement.contiguous(EXPERTS, 64).imbalance(loads)[0] <= 15.1
-    assert ExpertPlacement.balanced(loads, 64).imbalance(loads)[0] == pytest.approx(64 * loads.max() / loads.sum())
+    ordered = np.sort(loads)
+    least = 64 * (ordered[-1] + ordered[:13].sum()) / loads.sum()
+    assert ExpertPlacement.balanced(loads, 64).imbalance(loads)[0] == pytest.approx(least, rel=1e-9)
 
 
 @pytest.mark.parametrize("workers", [7, 15, 31, 63])
@@ -173,7 +175,7 @@ def test_a_plan_that_is_good_enough_stays():
 @pytest.mark.parametrize("workers", [8, 64])
 def test_other_loads_move_little(workers):
     plan = ExpertPlacement.balanced(zipf(1.2), workers, active_slots=1024, standby="device")
-    noise = np.exp(0.5 * np.random.default_rng(1).standard_normal(EXPERTS))
+    noise = np.exp(1.0 * np.random.default_rng(1).standard_normal(EXPERTS))
     loads = zipf(1.2) * noise
     later = ExpertPlacement.balanced(loads, previous=plan, active_slots=1024, standby="device")
     fresh = ExpertPlacement.balanced(loads, workers, active_slots=1024, standby="device")
@@ -239,7 +241,7 @@ def test_standby_copies_take_over(workers, tier, sources):
 
 def test_losses_one_after_another_until_there_is_no_room():
     loads = zipf(0.8, 56)
-    plan = ExpertPlacement.balanced(loads, 8, active_slots=64, capacity=28, standby="device")
+    plan = ExpertPlacement.balanced(loads, 8, active_slots=64, capacity=32, standby="device")
     for lost in range(4):
         after = plan.after_loss(lost, loads)
         plan = ExpertPlacement.balanced(loads, previous=after, active_slots=64, standby="device")
@@ -249,7 +251,7 @@ def test_losses_one_after_another_until_there_is_no_room():
         plan = plan.after_loss(lost, loads)
         assert_promises(plan)
     with pytest.raises(NoRoomForExperts, match="after_loss: worker 6"):
-        plan.after_loss(6)  # one worker of 28 slots for 56 experts
+        plan.after_loss(6)  # one worker of 32 slots for 56 experts
 
 
 def test_replicas_give_way_to_experts_that_would_be_lost():
@@ -375,7 +377,8 @@ def test_explain_with_standby_copies(capsys, standby, source):
 
 
 def test_explain_without_room_fails_with_the_reason(capsys):
-    assert main("placement explain --workers 8 --expert 347 --fail 3 --layers 1 --capacity 112".split()) == 2
+    command = "placement explain --workers 8 --expert 347 --fail 3 --layers 1 --capacity 112"
+    assert main(command.split()) == 2
     assert "no slot left" in capsys.readouterr().err
 
 
@@ -385,5 +388,6 @@ def test_check_holds_and_its_exit_code_tells_when_not(capsys):
     values = json.loads(capsys.readouterr().out)
     assert values["holds"] and len(values["plans"]) == 6
     assert all(plan["on_two_domains"] == 1 and plan["ratios"]["extra"] <= 1.05 for plan in values["plans"])
-    assert main("placement check --workers 64 --loads zipf1.2 --extra 0 --limit 2".split()) == 1
+    command = "placement check --workers 64 --loads zipf1.2 --extra 0"
+    assert main(command.split()) == 1
     assert "problem: extra: busiest worker 14.9" in capsys.readouterr().out

@@ -95,7 +95,8 @@ def rows_and_slots(plan: ExpertPlacement, chance_E: np.ndarray, tokens: int) -> 
 
 def simulate(
     ranks: int, device: Device, *, batch: int, context: int = 8192, zipf: float = 0.0, extra: int = 0, slow: float = 1.0,
-    dead: bool = False, rebalanced: bool = False, tp: int = 8, link: float = 50e9, latency: float = 15e-6, efficiency: float = 0.7, samples: int = 4,
+    dead: bool = False, rebalanced: bool = False, tp: int = 8, link: float = 50e9, latency: float = 15e-6,
+    efficiency: float = 0.7, samples: int = 4,
 ) -> Cost:  # fmt: skip
     """One decode step of `batch` sequences a rank, at `context` tokens each.
 

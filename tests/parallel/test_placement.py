@@ -123,15 +123,16 @@ def test_domains_are_kept_apart_where_workers_share_them():
         ExpertPlacement.balanced(zipf(0.8), 8, standby="device", domains=[0] * 8)
 
 
-def test_standby_copies_fit_where_they_just_fit():
-    """Two domains, no slot to spare: the last copies need others to make room."""
-    for seed in range(20):
+@pytest.mark.parametrize("domains", [[0, 0, 0, 1, 1, 1], [0, 0, 0, 1, 1, 2]])
+def test_standby_copies_fit_where_they_just_fit(domains):
+    """No slot to spare, and with domains of unequal size the last copies need others to make room."""
+    for seed in range(10):
         loads = zipf(1.0, 24, seed)
-        plan = ExpertPlacement.balanced(
-            loads, 6, active_slots=24, capacity=8, standby="device", domains=[0, 0, 0, 1, 1, 1]
-        )
+        plan = ExpertPlacement.balanced(loads, 6, active_slots=24, capacity=8, standby="device", domains=domains)
         assert_promises(plan, two_domains=True)
         assert (plan.slots != EMPTY).all()
+    with pytest.raises(NoRoomForExperts, match="standby copy of expert"):  # half of the copies cannot be in domain 1
+        ExpertPlacement.balanced(loads, 6, capacity=8, standby="device", domains=[0, 0, 0, 0, 1, 1])
 
 
 def test_small_plans_exhaustively():

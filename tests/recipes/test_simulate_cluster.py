@@ -42,7 +42,7 @@ def test_rows_and_hit_slots_are_those_of_drawn_tokens():
     chance = np.full(8, 0.25)
     plan = ExpertPlacement.balanced(np.array([4.0, 1, 1, 1, 1, 1, 1, 1]), 4, active_slots=10)
     rows, hit = sim.rows_and_slots(plan, chance, tokens=6)
-    generator, seen_rows, seen_hit, draws = np.random.default_rng(0), np.zeros(4), np.zeros(4), 4000
+    generator, seen_rows, seen_hit, draws = np.random.default_rng(0), np.zeros(4), np.zeros(4), 1500
     for _ in range(draws):
         slots = set()
         for _token in range(6):
@@ -52,7 +52,7 @@ def test_rows_and_hit_slots_are_those_of_drawn_tokens():
                 slots.add((worker, int(expert)))
         for worker, _ in slots:
             seen_hit[worker] += 1
-    assert rows == pytest.approx(seen_rows / draws, rel=0.03) and hit == pytest.approx(seen_hit / draws, rel=0.03)
+    assert rows == pytest.approx(seen_rows / draws, rel=0.05) and hit == pytest.approx(seen_hit / draws, rel=0.05)
 
 
 def test_uniform_step_is_the_sum_by_hand():

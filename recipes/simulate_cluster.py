@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -221,7 +222,7 @@ def _run_cases(rank: int, ranks: int, store: str, results: dict[str, float], ste
     dist.destroy_process_group()
 
 
-def validate(ranks: int, steps: int = 31) -> dict[str, object]:
+def validate(ranks: int, steps: int = 11) -> dict[str, object]:
     """Fit latency and bandwidth to the calibration runs, predict the others, and compare."""
     with mp.Manager() as manager, tempfile.TemporaryDirectory() as folder:
         shared = manager.dict()
@@ -239,7 +240,8 @@ def validate(ranks: int, steps: int = 31) -> dict[str, object]:
                 "error": predicted / measured[case.name] - 1,
             }
         )  # fmt: skip
-    where = f"gloo on loopback, {ranks} processes, torch {torch.__version__}, median of {steps} steps"
+    machine = f"{os.cpu_count()} CPU cores at a load average of {os.getloadavg()[0]:.0f}"
+    where = f"gloo on loopback, {ranks} processes, {machine}, torch {torch.__version__}, median of {steps} steps"
     return {
         "measured": date.today().isoformat(), "where": where, "latency_us": latency * 1e6,
         "gigabytes_per_second": 1e-9 / per_byte if per_byte else None, "even_ms": even * 1e3, "cases": cases,

@@ -195,17 +195,19 @@ def _run_cases(rank: int, ranks: int, store: str, results: dict[str, float], ste
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     survivors = dist.new_group(list(range(ranks - 1)))
-    for case in CALIBRATION + UNSEEN:
-        members = ranks - 1 if case.dead else ranks
-        if rank >= members:
-            continue
-        group = survivors if case.dead else None
-        rows = [round(float(count) / members) for count in case_rows(case, ranks)[:members]]  # from each member to each
-        outgoing = torch.zeros(sum(rows), case.row_bytes, dtype=torch.uint8)
-        incoming = torch.zeros(rows[rank] * members, case.row_bytes, dtype=torch.uint8)
-        busy = rows[rank] * members * case.row_seconds * (case.slow if rank == 0 else 1)
-        seconds = []
-        for step in range(steps + 2):
+    seconds: dict[str, list[float]] = {case.name: [] for case in CALIBRATION + UNSEEN}
+    for step in range(steps + 2):  # all cases in turn, so that what else the machine does reaches all alike
+        for case in CALIBRATION + UNSEEN:
+            members = ranks - 1 if case.dead else ranks
+            if rank >= members:
+                continue
+            group = survivors if case.dead else None
+            rows = [
+                round(float(count) / members) for count in case_rows(case, ranks)[:members]
+            ]  # from each member to each
+            outgoing = torch.zeros(sum(rows), case.row_bytes, dtype=torch.uint8)
+            incoming = torch.zeros(rows[rank] * members, case.row_bytes, dtype=torch.uint8)
+            busy = rows[rank] * members * case.row_seconds * (case.slow if rank == 0 else 1)
             dist.barrier(group)
             start = time.perf_counter()
             dist.all_to_all_single(incoming, outgoing, [rows[rank]] * members, rows, group=group)
@@ -215,14 +217,14 @@ def _run_cases(rank: int, ranks: int, store: str, results: dict[str, float], ste
             took = torch.tensor(time.perf_counter() - start)
             dist.all_reduce(took, dist.ReduceOp.MAX, group=group)
             if step >= 2:
-                seconds.append(float(took))
-        if rank == 0:
-            results[case.name] = statistics.median(seconds)
+                seconds[case.name].append(float(took))
+    if rank == 0:
+        results.update({name: statistics.median(times) for name, times in seconds.items()})
     dist.barrier()
     dist.destroy_process_group()
 
 
-def validate(ranks: int, steps: int = 11) -> dict[str, object]:
+def validate(ranks: int, steps: int = 15) -> dict[str, object]:
     """Fit latency and bandwidth to the calibration runs, predict the others, and compare."""
     with mp.Manager() as manager, tempfile.TemporaryDirectory() as folder:
         shared = manager.dict()

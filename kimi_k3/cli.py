@@ -1,7 +1,7 @@
-"""The command line: `kimi-k3 generate | chat | plan | verify | convert | env`.
+"""The command line: `kimi-k3 generate | chat | plan | placement | verify | convert | env`.
 
-Results go to stdout, everything else to stderr. Exit codes: 0 done, 1 `verify` found problems, 2 an error, told in one
-line, 130 stopped by Ctrl-C.
+Results go to stdout, everything else to stderr. Exit codes: 0 done, 1 `verify` or `placement check` found problems, 2 an error,
+told in one line, 130 stopped by Ctrl-C.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from kimi_k3.parallel import placement_cli
 from kimi_k3.planning import DEVICE_MEMORY_BYTES, MeshShape, Plan, read_stored
 from kimi_k3.preflight import InsufficientResources
 from kimi_k3.shards import parse_size
@@ -98,6 +99,8 @@ def _build_parser() -> argparse.ArgumentParser:
     plan.add_argument("--batch", type=int, metavar="N", help="sequences at once over the whole mesh; wants --context")
     plan.add_argument("--json", action="store_true")
     plan.set_defaults(run=_plan)
+
+    placement_cli.add_commands(commands)
 
     verify = commands.add_parser("verify", help="check a folder's shards against its config and index")
     verify.add_argument("path")
@@ -333,10 +336,19 @@ def _plan(args: argparse.Namespace) -> int:
             "%s holds %d bytes of tensors, its config.json makes %d: the plan counts these (see `kimi-k3 verify`)",
             args.path, stored_bytes, plan.checkpoint_bytes,
         )  # fmt: skip
+    values = {"path": str(args.path), "stored_bytes": stored_bytes} | plan.to_dict()
+    if plan.mesh.ep > 1:
+        from kimi_k3.parallel.cluster_plan import ClusterPlan
+
+        cluster = ClusterPlan(plan)
+        values["cluster"] = cluster.to_dict()
     if args.json:
-        _print_json({"path": str(args.path), "stored_bytes": stored_bytes} | plan.to_dict())
-    else:
-        _print_plan(plan)
+        _print_json(values)
+        return 0
+    _print_plan(plan)
+    if plan.mesh.ep > 1:
+        print()
+        print("\n".join(cluster.lines()))
     return 0
 
 

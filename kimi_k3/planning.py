@@ -16,6 +16,7 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -100,15 +101,21 @@ class PlannedTensor:
             return self.spec.num_elements
         return 2 * self.spec.num_elements if self.name.endswith("_packed") else 0
 
+    @property
+    def split(self) -> tuple[str, int] | None:
+        """The mesh axis that divides it and the dimension it divides; None: every rank has all of it."""
+        if is_expert_stack(self.name):
+            return "ep", 0
+        if _SPLIT_ROWS.search(self.name):
+            return "tp", 0
+        return ("tp", 1) if _SPLIT_COLUMNS.search(self.name) else None
+
     def device_bytes(self, mesh: MeshShape) -> int:
         """On the rank that holds most."""
         shape = list(self.spec.shape)
-        if is_expert_stack(self.name):
-            shape[0] = math.ceil(shape[0] / mesh.ep)
-        elif _SPLIT_ROWS.search(self.name):
-            shape[0] = math.ceil(shape[0] / mesh.tp)
-        elif _SPLIT_COLUMNS.search(self.name):
-            shape[1] = math.ceil(shape[1] / mesh.tp)
+        if self.split is not None:
+            axis, dim = self.split
+            shape[dim] = math.ceil(shape[dim] / getattr(mesh, axis))
         return math.prod(shape) * self.spec.dtype.itemsize
 
 
@@ -266,7 +273,7 @@ class Plan:
 
     # One device.
 
-    @property
+    @cached_property
     def device_weight_bytes(self) -> int:
         return sum(tensor.device_bytes(self.mesh) for tensor in self.tensors)
 

@@ -79,3 +79,8 @@ def is_amd(target: str) -> bool:
 def dot_precision(dtype: torch.dtype, target: str) -> str:
     """Of products of float32 tensors inside a kernel: full for float32 inputs, TF32 (finer than bfloat16) for narrow ones."""
     return "tf32" if dtype != torch.float32 and target.startswith("sm_") else "ieee"
+
+
+def solve_precision(dtype: torch.dtype, target: str) -> str:
+    """Of forward substitution, whose errors add up: three TF32 products keep nearly all of float32."""
+    return "tf32x3" if dot_precision(dtype, target) == "tf32" else "ieee"

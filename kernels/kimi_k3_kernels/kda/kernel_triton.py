@@ -26,6 +26,7 @@ from kimi_k3_kernels.gpu import (
     num_places,
     only_if,
     search_steps,
+    solve_precision,
     target_of,
 )
 from kimi_k3_kernels.short_conv.kernel_triton import copy_overwritten
@@ -110,6 +111,7 @@ def _solve_kernel(
     num_sequences, steps, num_heads, key_dim, value_dim,
     q_T, q_H, q_K, k_T, k_H, k_K, v_T, v_H, v_V, decay_T, decay_H, decay_K, beta_T, beta_H,
     CHUNK: tl.constexpr, TILE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
+    SOLVE: tl.constexpr,
 ):  # fmt: skip
     place = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
@@ -180,11 +182,11 @@ def _solve_kernel(
             A_j = beta[:, None] * dot(k * to_rows, earlier, zero, PRECISION)
             w_j = tl.load(w_ptr + kept * key_dim + key[None, :], mask=inside_K, other=0.0)
             u_j = tl.load(u_ptr + kept * value_dim + value[None, :], mask=inside_V, other=0.0)
-            rest_w = dot(-A_j, w_j, rest_w, "ieee")
-            rest_u = dot(-A_j, u_j, rest_u, "ieee")
+            rest_w = dot(-A_j, w_j, rest_w, SOLVE)
+            rest_u = dot(-A_j, u_j, rest_u, SOLVE)
         inverse = _invert_tile(beta[:, None] * A, TILE)
-        w = dot(inverse, rest_w, tl.zeros((TILE, BLOCK_K), tl.float32), "ieee")
-        u = dot(inverse, rest_u, tl.zeros((TILE, BLOCK_V), tl.float32), "ieee")
+        w = dot(inverse, rest_w, tl.zeros((TILE, BLOCK_K), tl.float32), SOLVE)
+        u = dot(inverse, rest_u, tl.zeros((TILE, BLOCK_V), tl.float32), SOLVE)
         tl.store(w_ptr + own * key_dim + key[None, :], w, mask=inside_TK)
         tl.store(u_ptr + own * value_dim + value[None, :], u, mask=inside_TV)
         edge += tl.sum(decay.to(tl.float32), axis=0)
@@ -287,7 +289,8 @@ def _run_chunks(
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     if count == 0 or heads == 0:
         return out
-    precision = dot_precision(q.dtype, target_of(q.device))
+    target = target_of(q.device)
+    precision = dot_precision(q.dtype, target)
     read_slots, write_slots, cu_seqlens = map(indices, (read_slots, write_slots, cu_seqlens))
     is_export = export_at is not None and export_slots is not None and export_at.shape[0] > 0
     at, to = (indices(export_at), indices(export_slots)) if is_export else (read_slots, read_slots)
@@ -311,13 +314,13 @@ def _run_chunks(
                     w, u, cumulative, B, q_part, k_part, v_part, decay_part, beta_part, cu_seqlens, count,
                     search_steps(count), size, key_dim, value_dim, *q.stride(), *k.stride(), *v.stride(),
                     *log_decay.stride(), *beta.stride(), CHUNK=CHUNK, TILE=TILE, BLOCK_K=block_k, BLOCK_V=block_v,
-                    PRECISION=precision, num_warps=4,
+                    PRECISION=precision, SOLVE=solve_precision(q.dtype, target), num_warps=4,
                 )  # fmt: skip
             _scan_kernel[(count, size, triton.cdiv(value_dim, part_v))](
                 out_part, w, u, cumulative, B, q_part, k_part, state_pool, read_slots, write_slots, copies, copied,
                 cu_seqlens, at, to, num_exports, state_pool.shape[0], size, heads, first, key_dim, value_dim, *q.stride(),
                 *k.stride(), *out.stride()[:2], *state_pool.stride(), CHUNK=CHUNK, BLOCK_K=block_k, BLOCK_V=part_v,
-                PRECISION=precision, EXPORT=is_export, num_warps=4, num_stages=1,
+                PRECISION=precision, EXPORT=is_export, num_warps=8, num_stages=1,
             )  # fmt: skip
     return out
 

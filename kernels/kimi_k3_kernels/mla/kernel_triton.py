@@ -206,7 +206,7 @@ def mla_decode(
             parts, lse, q, latent_pool, block_tables, kv_lens, kv_lens, scale * LOG2_E, count, 0, heads, value_dim, width,
             page, block_tables.shape[1], latent_pool.shape[0], splits, *q.stride(), *latent_pool.stride(),
             *block_tables.stride(), BLOCK_M=rows, BLOCK_N=keys, BLOCK_R=block_r, BLOCK_S=block_of(width - value_dim),
-            DECODE=True, num_warps=4, num_stages=2,
+            DECODE=True, num_warps=8, num_stages=2,
         )  # fmt: skip
         _merge_kernel[(count * heads,)](out, parts, lse, splits, value_dim, BLOCK_R=block_r, num_warps=4)
     return out
@@ -228,7 +228,7 @@ def _earlier_tokens(
         context_THR, lse_TH, queries, latent_pool, block_tables, past_lens, cu_seqlens, scale * LOG2_E, count,
         search_steps(count), heads, rank, rank + width_q - nope, page, block_tables.shape[1], latent_pool.shape[0], 1,
         *queries.stride(), *latent_pool.stride(), *block_tables.stride(), BLOCK_M=rows, BLOCK_N=keys,
-        BLOCK_R=block_of(rank), BLOCK_S=block_of(width_q - nope), DECODE=False, num_warps=4, num_stages=2,
+        BLOCK_R=block_of(rank), BLOCK_S=block_of(width_q - nope), DECODE=False, num_warps=8, num_stages=2,
     )  # fmt: skip
     return torch.einsum("thr,hvr->thv", context_THR, weight_HOR[:, nope:]), lse_TH
 

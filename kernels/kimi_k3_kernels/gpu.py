@@ -12,7 +12,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # others go to the refe
 
 
 @triton.jit
-def dot(a, b, acc, PRECISION: tl.constexpr):  # noqa: ANN001, ANN201  (Triton's own types)
+def dot(a, b, acc, PRECISION: tl.constexpr):
     """acc + a b. The interpreter multiplies the raw bits of bfloat16, so it gets float32."""
     if INTERPRETED:
         a = a.to(tl.float32)
@@ -21,13 +21,13 @@ def dot(a, b, acc, PRECISION: tl.constexpr):  # noqa: ANN001, ANN201  (Triton's 
 
 
 @triton.jit
-def only_if(inside, condition):  # noqa: ANN001, ANN201
+def only_if(inside, condition):
     """`inside` where the scalar `condition` holds. (The interpreter spreads a scalar truth value as an integer.)"""
     return tl.where(inside, condition.to(tl.int32), 0) > 0
 
 
 @triton.jit
-def find_sequence(cu_ptr, place, num_sequences, steps, ROWS: tl.constexpr, GAP: tl.constexpr, SCALE):  # noqa: ANN001, ANN201
+def find_sequence(cu_ptr, place, num_sequences, steps, ROWS: tl.constexpr, GAP: tl.constexpr, SCALE):
     """The last n with SCALE cu[n] // ROWS + GAP n <= place; `steps` >= log2(num_sequences).
 
     With ROWS rows to a block and GAP 1, each sequence has enough places for all its blocks, whatever the lengths, and

@@ -156,8 +156,8 @@ def _solve_kernel(
         A = tl.zeros((TILE, TILE), tl.float32)
         B = tl.zeros((TILE, TILE), tl.float32)
         for j in range(tl.minimum(length - i, TILE)):
-            column = (i + j + tl.zeros((1,), tl.int64))
-            inside_column = (key < key_dim)
+            column = i + j + tl.zeros((1,), tl.int64)
+            inside_column = key < key_dim
             k_j = tl.load(k_ptr + column * k_T + key * k_K, mask=inside_column, other=0.0).to(tl.float32)
             G_j = tl.load(cumulative_ptr + column * num_heads * key_dim + key, mask=inside_column, other=0.0)
             decayed = k_j[None, :] * tl.exp(tl.minimum(cumulative - G_j[None, :], 0.0))

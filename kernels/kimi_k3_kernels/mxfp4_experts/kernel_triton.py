@@ -299,6 +299,15 @@ def mxfp4_experts(
             )  # fmt: skip
         block = min(1024, triton.next_power_of_2(latent))
         _weighted_sum_kernel[(tokens, triton.cdiv(latent, block))](
-            out, outputs, topk_weights, slots, choices, latent, num_slots, *topk_weights.stride(), BLOCK=block, num_warps=4
+            out,
+            outputs,
+            topk_weights,
+            slots,
+            choices,
+            latent,
+            num_slots,
+            *topk_weights.stride(),
+            BLOCK=block,
+            num_warps=4,
         )
     return out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import re
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 import kimi_k3_kernels  # noqa: F401  (registers the ops)
+from kimi_k3_kernels.library import GPU_KERNELS
 
 PACKAGES = ("kimi-k3", "torch", "torchao", "safetensors", "huggingface_hub", "accelerate", "tiktoken", "numpy")
 # Every variable of our own; none of them changes results.
@@ -50,12 +52,18 @@ def op_names() -> list[str]:
 
 
 def op_kernels(op: str) -> dict[str, str | None]:
-    """What the dispatcher runs for an op on each device type: "kernel (its source file)", "reference", or None."""
+    """What the dispatcher runs for an op on each device type: "kernel (its source)", "reference", or None.
+
+    "cuda" stands for ROCm too. A Triton kernel where Triton is not installed is named as such: calling it is an error.
+    """
     name = f"kimi_k3::{op}"
     has_reference = torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeExplicitAutograd")
     kernels: dict[str, str | None] = {}
     for device, key in DISPATCH_KEYS.items():
-        if torch._C._dispatch_has_kernel_for_dispatch_key(name, key):
+        if device == "cuda" and op in GPU_KERNELS:
+            missing = "" if importlib.util.find_spec("triton") else ", but Triton is not installed"
+            kernels[device] = f"kernel ({GPU_KERNELS[op]}{missing})"
+        elif torch._C._dispatch_has_kernel_for_dispatch_key(name, key):
             source = re.search(rf"^{key}: registered at (\S+?):\d+", torch._C._dispatch_dump(name), re.MULTILINE)
             kernels[device] = "kernel" if source is None else f"kernel ({os.path.basename(source[1])})"
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -59,6 +60,30 @@ def define_gradient(
             return op(*inputs)
 
     LIBRARY.impl(op._schema.name.split("::")[1], autograd_kernel, "Autograd")
+
+
+GPU_KERNELS: dict[str, str] = {}  # op -> the module with its Triton kernels
+
+
+def define_gpu_kernel(op: Any, module: str) -> None:
+    """Serve `op` on CUDA and on ROCm, which share a dispatch key, by the function of its name in `module`.
+
+    The module is imported at the first call, so that only a GPU needs Triton. Without Triton that call is a
+    RuntimeError: the reference would be many times slower, and nobody would be told.
+    """
+    name = op._schema.name.split("::")[1]
+
+    def kernel(*inputs: Any) -> Any:
+        try:
+            function = getattr(importlib.import_module(module), name)
+        except ModuleNotFoundError as error:
+            if (error.name or "").split(".")[0] != "triton":
+                raise
+            raise RuntimeError(f"kimi_k3::{name}: want Triton on a GPU (pip install triton), it is not here") from error
+        return function(*inputs)
+
+    GPU_KERNELS[name] = module
+    LIBRARY.impl(name, kernel, "CUDA")
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

@@ -15,7 +15,7 @@ from kimi_k3_kernels.kda.reference import (
     kda_recurrent_pool_reference,
     kda_step_reference,
 )
-from kimi_k3_kernels.library import define_gradient, define_op, require
+from kimi_k3_kernels.library import define_gpu_kernel, define_gradient, define_op, require
 from kimi_k3_kernels.short_conv.reference import read_pool_rows
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor log_decay, Tensor beta"
@@ -201,3 +201,7 @@ def kda_step_(
     _check("kda_step_", q, k, v, log_decay, beta, state_pool, read_slots, write_slots)
     require(q.shape[0] == read_slots.shape[0], "kda_step_", "q [N, H, K], read_slots [N]", q=q, read_slots=read_slots)
     return kda_step_op(q, k, v, log_decay, beta, state_pool, read_slots, write_slots)
+
+
+for _op in (kda_chunk_op, kda_chunk_export_op, kda_step_op):
+    define_gpu_kernel(_op, "kimi_k3_kernels.kda.kernel_triton")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kimi_k3_kernels.library import define_gradient, define_op, require
+from kimi_k3_kernels.library import define_gpu_kernel, define_gradient, define_op, require
 from kimi_k3_kernels.mla.reference import (
     mla_decode_reference,
     mla_prefill_backward_reference,
@@ -116,3 +116,7 @@ def mla_decode(
         q=q, latent_pool=latent_pool, block_tables=block_tables, kv_lens=kv_lens, value_dim=value_dim,
     )  # fmt: skip
     return mla_decode_op(q, latent_pool, block_tables, kv_lens, scale, value_dim)
+
+
+for _op in (mla_prefill_op, mla_decode_op):
+    define_gpu_kernel(_op, "kimi_k3_kernels.mla.kernel_triton")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kimi_k3_kernels.library import define_gradient, define_op, require
+from kimi_k3_kernels.library import define_gpu_kernel, define_gradient, define_op, require
 from kimi_k3_kernels.mxfp4_experts.reference import (
     GROUP,
     dense_experts_backward_reference,
@@ -182,3 +182,7 @@ def dense_experts(
         "dense_experts", "w1 and w3 [S, F, L], w2 [S, L, F] in x's dtype", x=x, w1=w1, w3=w3, w2=w2,
     )  # fmt: skip
     return dense_experts_op(x, topk_ids, topk_weights, w1, w3, w2, slot_table, beta, linear_beta)
+
+
+for _op in (mxfp4_dequantize_op, mxfp4_linear_op, mxfp4_experts_op):
+    define_gpu_kernel(_op, "kimi_k3_kernels.mxfp4_experts.kernel_triton")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kimi_k3_kernels.library import define_gradient, define_op, require
+from kimi_k3_kernels.library import define_gpu_kernel, define_gradient, define_op, require
 from kimi_k3_kernels.short_conv.reference import (
     read_pool_rows,
     short_conv_backward_reference,
@@ -125,3 +125,7 @@ def short_conv_step_(x: Tensor, weight: Tensor, conv_pool: Tensor, read_slots: T
         x.shape[0] == read_slots.shape[0], "short_conv_step_", "x [N, C], read_slots [N]", x=x, read_slots=read_slots
     )
     return short_conv_step_op(x, weight, conv_pool, read_slots, write_slots)
+
+
+for _op in (short_conv_op, short_conv_step_op):
+    define_gpu_kernel(_op, "kimi_k3_kernels.short_conv.kernel_triton")

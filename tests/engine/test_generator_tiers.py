@@ -1,0 +1,202 @@
+"""States and latents that left the device: parked, evicted, stored on disk, read by another process, damaged, slow."""
+
+import random
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import Recorder, assert_equals_solo
+
+from kimi_k3 import KimiK3Generator, SamplingParams
+from kimi_k3.engine.device_pools import DevicePools, PoolLayout
+from kimi_k3.engine.tiers import DiskTier, HostTier
+
+SMALL = {"max_num_seqs": 4, "num_blocks": 12, "max_tokens_per_step": 128, "batch_invariant": True}
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, 1000) for _ in range(length)]
+
+
+def ask(gen, model, prompt, new=3):
+    """One request; its logits must be those of the sequence alone. Returns the prompt tokens that ran."""
+    recorder, before = Recorder(), gen.counts["prefill_tokens"]
+    params = SamplingParams(max_new_tokens=new, logits_processor=recorder)
+    (result,) = gen.generate([prompt], params)
+    assert_equals_solo(model, prompt, result, recorder.rows, params)
+    return gen.counts["prefill_tokens"] - before
+
+
+def test_what_was_evicted_comes_back_from_the_host(demo):
+    with KimiK3Generator(demo, tiers=(HostTier(1 << 28),), **SMALL) as gen:
+        for seed in range(6):
+            assert ask(gen, demo, prompt_of(300, seed)) == 300
+        assert gen.stats()["evictions"] > 0
+        gen.tiers.stack.flush()
+        evaluated = [ask(gen, demo, [*prompt_of(300, seed), 5]) for seed in range(6)]
+        assert max(evaluated) <= 1 + 63 and sum(gen.tiers.counts[k] for k in ("restored_tokens",)) >= 4 * 256
+
+
+def test_a_tier_on_disk_outlives_the_generator(demo, tmp_path):
+    prompt = prompt_of(200, 1)
+    with KimiK3Generator(demo, tiers=(DiskTier(tmp_path, 1 << 28),), **SMALL) as gen:
+        assert ask(gen, demo, prompt) == 200
+    with KimiK3Generator(demo, tiers=(HostTier(1 << 26), DiskTier(tmp_path, 1 << 28)), **SMALL) as gen:
+        assert ask(gen, demo, [*prompt, 9]) <= 1
+        assert gen.stats()["tiers"]["by_tier"]["disk"]["hits"] > 0
+
+
+@pytest.mark.parametrize("difference", ["weights", "block_size", "mode", "image"])
+def test_a_folder_that_describes_something_else_is_a_miss(demo, smooth, tmp_path, difference):
+    """Fault 7.2: two runs over one folder that differ in one thing."""
+    prompt = prompt_of(200, 1)
+    with KimiK3Generator(demo, tiers=(DiskTier(tmp_path, 1 << 28),), **SMALL) as gen:
+        ask(gen, demo, prompt)
+    options, extra = dict(SMALL), b""
+    if difference == "block_size":
+        options["block_size"] = 32
+    elif difference == "mode":
+        options["batch_invariant"] = False
+    elif difference == "image":
+        extra = b"\1" * 32
+    weight = demo.model.layers["1"].input_layernorm.weight
+    before = weight.detach().clone()
+    try:
+        if difference == "weights":
+            with torch.no_grad():
+                weight.mul_(1.01)
+        with KimiK3Generator(demo, tiers=(DiskTier(tmp_path, 1 << 28),), **options) as gen:
+            (result,) = gen.generate([prompt], SamplingParams(max_new_tokens=2), extra_key=extra)
+            assert result.reused_tokens == 0 and gen.counts["prefill_tokens"] == 200
+    finally:
+        with torch.no_grad():
+            weight.copy_(before)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "empty", "gone", "foreign"])
+def test_a_damaged_entry_is_a_counted_miss_and_a_recompute(demo, tmp_path, damage):
+    prompt = prompt_of(200, 2)
+    with KimiK3Generator(demo, tiers=(DiskTier(tmp_path, 1 << 28),), **SMALL) as gen:
+        ask(gen, demo, prompt)
+    files = sorted(p for p in Path(tmp_path).rglob("*") if p.is_file() and p.stat().st_size > 200)
+    assert files
+    for place, file in enumerate(files):
+        content = bytearray(file.read_bytes())
+        if damage == "truncated":
+            file.write_bytes(content[: len(content) // 2])
+        elif damage == "flipped":
+            content[-7] ^= 4
+            file.write_bytes(content)
+        elif damage == "empty":
+            file.write_bytes(b"")
+        elif damage == "gone" and place % 2:
+            file.unlink()
+        elif damage == "foreign":
+            file.write_bytes(files[place - 1].read_bytes())
+    with KimiK3Generator(demo, tiers=(DiskTier(tmp_path, 1 << 28),), **SMALL) as gen:
+        assert ask(gen, demo, [*prompt, 9]) > 1
+        counts = gen.stats()["tiers"]
+        assert sum(n for name, n in counts.items() if name.startswith("miss_")) > 0 or damage == "gone"
+        assert ask(gen, demo, [*prompt, 9, 9]) <= 2
+
+
+class SlowTier(HostTier):
+    """A host tier whose reads take 50 ms each, as a far disk's do."""
+
+    def get(self, key):
+        time.sleep(0.05)
+        return super().get(key)
+
+
+def test_reads_ahead_hide_a_slow_tier_behind_the_steps_of_others(demo):
+    """At least 80 % of the time that reads take passes while steps run."""
+    with KimiK3Generator(demo, tiers=(SlowTier(1 << 28),), **SMALL) as gen:
+        for seed in range(5):
+            ask(gen, demo, prompt_of(250, seed))
+        gen.tiers.stack.flush()
+        gen.index.clear()
+        gen.tiers.stack.flush()
+        busy = gen.add(prompt_of(20, 77), SamplingParams(max_new_tokens=150, stop_token_ids=()))
+        gen.step()
+        rids = [gen.add([*prompt_of(250, seed), 4], SamplingParams(max_new_tokens=2)) for seed in range(5)]
+        idle = 0.0
+        while gen.has_unfinished():
+            before, start = gen._forward_seconds, time.perf_counter()
+            gen.step()
+            if gen._forward_seconds == before:
+                idle += time.perf_counter() - start
+        gen.result(busy)
+        assert all(gen.result(rid).reused_tokens >= 192 for rid in rids)
+        read = gen.stats()["tiers"]["by_tier"]["transfers"]["read_us"] / 1e6
+        assert read > 1 and idle < 0.2 * read
+
+
+def test_a_state_is_read_by_another_parallel_degree(demo):
+    """Slices of heads: what one pool stored, two halves restore, and the other way round."""
+    layout = PoolLayout(demo)
+    pools = DevicePools(layout, 4, demo.device)
+    pools.buffer.copy_(torch.randint(0, 100, pools.buffer.shape, dtype=torch.uint8))
+    slices = pools.head_slices()
+    stored = {heads: pools.read_slot(2, heads) for heads in slices}
+    half = len(slices) // 2
+    for part in (slices[:half], slices[half:], slices):
+        target = DevicePools(layout, 4, demo.device)
+        for heads in part:
+            target.write_slot(0, heads, stored[heads])
+        for (states, windows), (wanted, wanted_windows) in (
+            (target.pools[i], pools.pools[i]) for i in pools.pools if len(pools.pools[i]) == 2
+        ):
+            low, high = part[0][0], part[-1][1]
+            assert torch.equal(states[0, low:high], wanted[2, low:high])
+            by_head = lambda w: w.unflatten(-1, (3, states.shape[1], -1))[:, :, low:high]  # noqa: E731
+            assert torch.equal(by_head(windows[0]), by_head(wanted_windows[2]))
+
+
+WRITER = """
+    import sys, random
+    from pathlib import Path
+    sys.path.insert(0, {tests!r})
+    from conftest import DEMO, load
+    from kimi_k3 import KimiK3Generator, SamplingParams
+    from kimi_k3.engine.tiers import DiskTier
+    model = load(DEMO)
+    gen = KimiK3Generator(model, tiers=(DiskTier({folder!r}, 1 << 28),), max_num_seqs=4, num_blocks=12,
+                          max_tokens_per_step=128, batch_invariant=True)
+    print("ready", flush=True)
+    rng = random.Random({seed})
+    while True:
+        prompt = [rng.randrange(3, 1000) for _ in range(rng.randrange(60, 200))]
+        gen.generate([prompt], SamplingParams(max_new_tokens=2))
+        print(*prompt, flush=True)
+"""
+
+
+def kill_in_the_middle_of_writes(demo, folder, times):
+    rng = random.Random(0)
+    for seed in range(times):
+        script = textwrap.dedent(WRITER).format(tests=str(Path(__file__).parent), folder=str(folder), seed=seed)
+        process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+        prompts = []
+        assert process.stdout.readline().strip() == "ready"
+        for _ in range(rng.randrange(2, 5)):
+            prompts.append([int(word) for word in process.stdout.readline().split()])
+        time.sleep(rng.random() * 0.05)
+        process.kill()
+        process.wait()
+        with KimiK3Generator(demo, tiers=(DiskTier(folder, 1 << 28),), **SMALL) as gen:
+            for prompt in prompts:
+                ask(gen, demo, [*prompt, 5])
+
+
+def test_a_kill_in_the_middle_of_writes_leaves_right_tokens(demo, tmp_path):
+    kill_in_the_middle_of_writes(demo, tmp_path, 5)
+
+
+@pytest.mark.slow
+def test_fifty_kills_in_the_middle_of_writes_leave_right_tokens(demo, tmp_path):
+    kill_in_the_middle_of_writes(demo, tmp_path, 50)

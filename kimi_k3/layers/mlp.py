@@ -6,7 +6,9 @@ from torch import Tensor, nn
 
 from kimi_k3.configuration_kimi_k3 import KimiK3TextConfig
 from kimi_k3.layers.linear import project
-from kimi_k3_kernels.mxfp4_experts.reference import situ
+from kimi_k3_kernels import situ
+from kimi_k3_kernels.library import is_eager_inference
+from kimi_k3_kernels.mxfp4_experts.reference import situ as situ_reference
 
 
 class KimiK3MLP(nn.Module):
@@ -21,4 +23,5 @@ class KimiK3MLP(nn.Module):
 
     def forward(self, x_TD: Tensor, is_decode: bool = False) -> Tensor:
         gate_TF, up_TF = project(x_TD, [self.gate_proj, self.up_proj], is_decode)
-        return project(situ(gate_TF, up_TF, self.beta, self.linear_beta), [self.down_proj], is_decode)[0]
+        activation = situ if is_eager_inference(x_TD) else situ_reference
+        return project(activation(gate_TF, up_TF, self.beta, self.linear_beta), [self.down_proj], is_decode)[0]

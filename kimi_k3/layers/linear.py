@@ -5,15 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from kimi_k3_kernels import matvec
+from kimi_k3_kernels.matvec import beats_library_gemm, matvec
 
 
 def project(x_TD: Tensor, projections: list[nn.Linear], is_decode: bool) -> list[Tensor]:
-    """Each projection of x. In a decode step on a CPU one op reads all their weights, at memory speed.
+    """Each projection of x. In a decode step on a CPU one op reads all their weights, at memory speed; for more rows
+    too where torch has no fast GEMM.
 
     Only plain linear layers without bias take the op: a quantised, wrapped or offloaded one is called as it is.
     """
-    if is_decode and x_TD.device.type == "cpu" and not torch.is_grad_enabled() and all(map(_is_plain, projections)):
+    has_op = is_decode or beats_library_gemm(x_TD.dtype)
+    if has_op and x_TD.device.type == "cpu" and not torch.is_grad_enabled() and all(map(_is_plain, projections)):
         out_TC = matvec(x_TD, [projection.weight for projection in projections])
         return list(out_TC.split([projection.out_features for projection in projections], dim=-1))
     return [projection(x_TD) for projection in projections]

@@ -6,10 +6,16 @@ then fills one parameter after another from plain file reads. What a tensor is, 
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
+import os
 import re
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
 from pathlib import Path
+from threading import Event, Lock
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -49,6 +55,8 @@ logger = logging.getLogger("kimi_k3")
 
 Model = TypeVar("Model", bound=nn.Module)
 FLOAT_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
+MOST_READERS = 4  # threads that fill a CPU's memory; copying out of the page cache takes one core 1 GB/s and less
+HUGE_PAGE, MADV_HUGEPAGE = 2 << 20, 14  # bytes; the number in Linux's uapi/asm-generic/mman-common.h
 
 
 class LoadPart(NamedTuple):
@@ -356,26 +364,73 @@ def _is_cache_to_be_dropped(parts: list[LoadPart]) -> bool:
     return 2 * sum(part.stored.num_bytes for part in parts) > available_memory(torch.device("cpu"))
 
 
+def _empty(spec: TensorSpec, device: torch.device) -> Tensor:
+    """Memory for one parameter; on a CPU in huge pages where Linux has them: decode is bound by reading the weights,
+    and with pages of 4 KiB much of that time goes into page tables."""
+    tensor = torch.empty(spec.shape, dtype=spec.dtype, device=device)
+    if device.type == "cpu" and _madvise is not None:
+        # Whole huge pages inside the tensor, so that none reaches memory which nobody asked for.
+        start = -(-tensor.data_ptr() // HUGE_PAGE) * HUGE_PAGE
+        end = (tensor.data_ptr() + tensor.nbytes) // HUGE_PAGE * HUGE_PAGE
+        if start < end:
+            _madvise(
+                start, end - start, MADV_HUGEPAGE
+            )  # advice: a kernel without huge pages refuses, and nothing is lost
+    return tensor
+
+
+def _linux_madvise() -> Any:
+    if sys.platform != "linux":
+        return None
+    madvise = getattr(ctypes.CDLL(None), "madvise", None)
+    if madvise is not None:
+        madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return madvise
+
+
+_madvise = _linux_madvise()
+
+
 @torch.no_grad()
 def load_parts(
     model: nn.Module, parts: list[LoadPart], plan: dict[str, TensorSpec], device: torch.device, progress: bool
 ) -> None:
-    """Give the planned parameters memory on a device and fill them, shard by shard."""
+    """Give the planned parameters memory on a device and fill them, shard by shard; on a CPU a few shards at once."""
     from huggingface_hub.utils import tqdm
 
     config: KimiK3Config = model.config  # type: ignore[assignment]
     heads = config.text_config.kda_num_heads
     filled: dict[str, Tensor] = {}
     total = sum(part.stored.num_bytes for part in parts)
+    drop_cache = _is_cache_to_be_dropped(parts)
     bar = tqdm(total=total, unit="B", unit_scale=True, desc="Loading", disable=None if progress else True)
-    with bar, ShardReader(drop_cache=_is_cache_to_be_dropped(parts)) as reader:
-        for part in parts:
-            tensor = filled.get(part.module_name)
-            if tensor is None:
-                spec = plan[part.module_name]
-                tensor = filled[part.module_name] = torch.empty(spec.shape, dtype=spec.dtype, device=device)
-            read_part(reader, part, tensor if part.expert is None else tensor[part.expert], heads)
-            bar.update(part.stored.num_bytes)
+    lock, stopped = Lock(), Event()  # of `filled` and the bar; set when one shard failed
+
+    def load_shard(shard: list[LoadPart]) -> None:
+        try:
+            with ShardReader(drop_cache) as reader:
+                for part in shard:
+                    if stopped.is_set():
+                        return
+                    with lock:
+                        tensor = filled.get(part.module_name)
+                        if tensor is None:
+                            tensor = filled[part.module_name] = _empty(plan[part.module_name], device)
+                    read_part(reader, part, tensor if part.expert is None else tensor[part.expert], heads)
+                    with lock:
+                        bar.update(part.stored.num_bytes)
+        except BaseException:
+            stopped.set()
+            raise
+
+    shards = [list(shard) for _, shard in groupby(parts, key=lambda part: part.stored.file)]
+    readers = min(MOST_READERS, os.cpu_count() or 1) if device.type == "cpu" else 1
+    with bar, ThreadPoolExecutor(readers) as pool:
+        try:
+            list(pool.map(load_shard, shards))
+        except BaseException:  # Ctrl-C too: no reader goes on to the end of its shard
+            stopped.set()
+            raise
     for name, tensor in filled.items():
         set_parameter(model, name, tensor)
 

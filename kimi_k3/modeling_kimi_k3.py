@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kimi_k3.cache import KimiK3Cache, PackedBatch, batch_by_tokens, batch_without_cache, make_pools
-from kimi_k3.compilation import INDUCTOR_OPTIONS, mark_dynamic_sizes, symbolic_shapes
+from kimi_k3.compilation import INDUCTOR_OPTIONS, keep_graphs, mark_dynamic_sizes, symbolic_shapes
 from kimi_k3.configuration_kimi_k3 import KimiK3Config, KimiK3TextConfig
 from kimi_k3.layers.attn_res import depth_table, empty_bank, mix, seal
 from kimi_k3.layers.kda import KimiDeltaAttention, ShortConv1d
@@ -346,8 +346,10 @@ class KimiK3ForCausalLM(nn.Module):
 
         Layers of one kind (dense or MoE, KDA or MLA) share their graphs: for many tokens and for one token of each
         sequence, with one or with more sequences. Every count of tokens, sequences and cache blocks uses the same graphs.
+        They are kept in the library's cache folder (`kimi-k3 compile` fills it), so that a later process starts warm.
         """
         self._refuse_compiled_invariance(is_compiled=True, is_invariant=self.model.is_batch_invariant)
+        keep_graphs()
         for layer in self.model.layers.values():
             layer.compile(mode=mode, fullgraph=fullgraph, options=INDUCTOR_OPTIONS if mode is None else None)
         self.model.has_compiled_layers = True

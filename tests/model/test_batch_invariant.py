@@ -22,7 +22,9 @@ TOKENS = 150
 def load(name: str) -> KimiK3ForCausalLM:
     if name.startswith("random"):  # widths and heads that fill no vector
         experts = "mxfp4" if name == "random-mxfp4" else "dequantized"
-        return random_model(small_config(), torch.float64 if name == "random-float64" else torch.float32, experts=experts)
+        return random_model(
+            small_config(), torch.float64 if name == "random-float64" else torch.float32, experts=experts
+        )
     folder, _, dtype = name.partition("-")
     path = DEMO if folder == "demo" else GOLDEN / folder
     dtype = torch.bfloat16 if dtype == "bf16" else torch.float32

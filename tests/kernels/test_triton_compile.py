@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
-from triton_targets import SHARED_LIMIT, TARGETS, recorded  # noqa: E402
+from triton_targets import SHARED_LIMIT, TARGETS, recorded
 
-from kimi_k3_kernels.attn_res import kernel_triton as attn_res  # noqa: E402
-from kimi_k3_kernels.kda import kernel_triton as kda  # noqa: E402
-from kimi_k3_kernels.library import GPU_KERNELS  # noqa: E402
-from kimi_k3_kernels.mla import kernel_triton as mla  # noqa: E402
-from kimi_k3_kernels.mxfp4_experts import kernel_triton as mxfp4  # noqa: E402
-from kimi_k3_kernels.short_conv import kernel_triton as short_conv  # noqa: E402
+from kimi_k3_kernels.attn_res import kernel_triton as attn_res
+from kimi_k3_kernels.kda import kernel_triton as kda
+from kimi_k3_kernels.library import GPU_KERNELS
+from kimi_k3_kernels.mla import kernel_triton as mla
+from kimi_k3_kernels.mxfp4_experts import kernel_triton as mxfp4
+from kimi_k3_kernels.short_conv import kernel_triton as short_conv
 
 MODULES = (attn_res, kda, mla, mxfp4, short_conv)
 BF16, T, N = torch.bfloat16, 2048, 4

@@ -120,7 +120,7 @@ def test_kda_chunk_of_a_view_in_groups_of_heads(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_kda_chunk_export():
-    """At a first row, inside a tile, at tile, chunk and sequence ends, twice at one place, to no slot, to a slot that is read."""
+    """At a first row, in a tile, at tile, chunk and sequence ends, twice at one place, to no slot, to one that is read."""
     lengths = [1, 0, 70]
     inputs = kda_inputs(71, 1, 8, 12, torch.float32)
     at, to = slots(2, 10, 17, 65, 71, 1, 10, 30), slots(4, 5, 6, 7, 8, 9, 10, -1)
@@ -283,7 +283,7 @@ def expert_arguments(
 
 @pytest.mark.parametrize("linear_beta", [25.0, None])
 @pytest.mark.parametrize(
-    ("tokens", "choices", "num_slots", "width", "latent"), [(1, 2, 3, 32, 32), (37, 3, 5, 96, 160), (17, 1, 1, 64, 64)]
+    ("tokens", "choices", "num_slots", "width", "latent"), [(1, 2, 3, 32, 32), (21, 3, 5, 96, 96), (17, 1, 1, 64, 64)]
 )
 def test_mxfp4_experts(tokens: int, choices: int, num_slots: int, width: int, latent: int, linear_beta: float | None):
     arguments = expert_arguments(tokens, choices, num_slots, width, latent, torch.float32)
@@ -293,14 +293,12 @@ def test_mxfp4_experts(tokens: int, choices: int, num_slots: int, width: int, la
 
 @pytest.mark.parametrize("scaled", [False, True])
 def test_mxfp4_experts_in_bfloat16(scaled: bool, monkeypatch: pytest.MonkeyPatch):
-    """Decoded in registers and by tl.dot_scaled, both beside what the reference makes of bfloat16."""
+    """Decoded in registers and by tl.dot_scaled."""
     monkeypatch.setattr(mxfp4, "_is_scaled", lambda dtype, device: scaled)
     arguments = expert_arguments(20, 2, 3, 64, 96, torch.bfloat16)
     want = mxfp4_experts_reference(*wide(arguments), 4.0, 25.0)
-    reference_error = (mxfp4_experts_reference(*arguments, 4.0, 25.0).double() - want).abs().max()
-    got = mxfp4.mxfp4_experts(*arguments, 4.0, 25.0)
-    # The interpreter truncates where the reference rounds: twice its error.
-    assert (got.double() - want).abs().max() <= 2 * reference_error
+    # Truncated four times by the interpreter: two products, the hidden vector, the result.
+    assert_near(mxfp4.mxfp4_experts(*arguments, 4.0, 25.0), want, 4 * 2**-7)
     packed_codes, scale = arguments[3][0], arguments[4][0]
     linear = mxfp4.mxfp4_linear(arguments[0], packed_codes, scale)
     assert_near(linear, mxfp4_linear_reference(arguments[0].double(), packed_codes, scale), 2**-7)

@@ -301,9 +301,10 @@ def _run_chunks(
     part_v = min(32, block_v)
     with torch.cuda.device_of(q):
         copies, copied = copy_overwritten(state_pool, read_slots, write_slots, to if is_export else None)
-        wide = {"dtype": torch.float32, "device": q.device}
-        w, cumulative = (torch.empty((tokens, group, key_dim), **wide) for _ in range(2))
-        u, B = torch.empty((tokens, group, value_dim), **wide), torch.empty((tokens, group, CHUNK), **wide)
+        w, cumulative, u, B = (
+            torch.empty((tokens, group, width), dtype=torch.float32, device=q.device)
+            for width in (key_dim, key_dim, value_dim, CHUNK)
+        )
         for first in range(0, heads, group):
             size = min(group, heads - first)
             part = slice(first, first + size)

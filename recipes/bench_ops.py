@@ -233,7 +233,13 @@ def attn_res_cases(make: Maker) -> Iterator[Case]:
     for count in (1, s.prefill_tokens):
 
         def mix(count: int = count) -> tuple:
-            return make.normal(count, s.hidden), make.normal(sealed, count, s.hidden), make.integers(sealed), weight, 1e-5
+            return (
+                make.normal(count, s.hidden),
+                make.normal(sealed, count, s.hidden),
+                make.integers(sealed),
+                weight,
+                1e-5,
+            )
 
         inputs = make.copies(mix)
         read = tensor_bytes(inputs[0][0], inputs[0][1])
@@ -286,7 +292,14 @@ def mla_cases(make: Maker) -> Iterator[Case]:
         def decode(count: int = count, blocks: int = blocks) -> tuple:
             table = torch.randperm(count * blocks, generator=make.generator, device=make.device).view(count, blocks)
             lens = torch.full((count,), s.depth, device=make.device)
-            return (make.normal(count, heads, width), make.normal(count * blocks, block, width), table, lens, scale, s.rank)
+            return (
+                make.normal(count, heads, width),
+                make.normal(count * blocks, block, width),
+                table,
+                lens,
+                scale,
+                s.rank,
+            )
 
         inputs = make.copies(decode)
         cache_bytes = count * s.depth * width * inputs[0][1].element_size()
@@ -535,7 +548,9 @@ def main() -> None:
         f"{ceilings['bandwidth_bytes_per_s'] / 1e9:.1f} GB/s, GEMM bf16 {ceilings['bf16_gemm_flops_per_s'] / 1e9:.0f}, "
         f"fp32 {ceilings['fp32_gemm_flops_per_s'] / 1e9:.0f} GFLOP/s"
     )
-    print(f"{'op':23} {'case':24} {'ms':>10} {'GB/s':>8} {'GFLOP/s':>9} {'share':>8} of {'':7} {'kernel':9} reference, others")
+    print(
+        f"{'op':23} {'case':24} {'ms':>10} {'GB/s':>8} {'GFLOP/s':>9} {'share':>8} of {'':7} {'kernel':9} reference, others"
+    )
     rows = []
     with torch.no_grad():
         make = Maker(shape, args.device, getattr(torch, args.dtype))

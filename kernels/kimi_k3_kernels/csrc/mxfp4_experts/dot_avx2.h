@@ -1,9 +1,9 @@
 // Products of activation rows with MXFP4 weight rows on AVX2: float32 sums in 8 lanes, for bfloat16 and float32 rows.
 //
-// 32 bytes are 64 codes. Two byte lookups give the low and the high half of a code's bfloat16, interleaving them gives
-// pairs of bfloat16 in 32 bits, and a shift and a mask make two vectors of float32 of each. So vector (nibble, half,
-// parity) holds in lane 4 g + d element 32 g + 16 half + 4 d + 2 parity + nibble of the 64, and a prepared row is
-// permuted to match; each 128-bit half lies under one scale.
+// 32 bytes are 64 codes, and each 128-bit half lies under one scale. Two byte lookups, in tables that hold the scaled
+// codes, give the low and the high half of a weight's bfloat16 (scaling is exact); interleaving them gives pairs of
+// bfloat16 in 32 bits, and a shift and a mask make two vectors of float32 of each. So vector (nibble, half, parity) holds
+// in lane 4 g + d element 32 g + 16 half + 4 d + 2 parity + nibble of the 64, and a prepared row is permuted to match.
 #pragma once
 
 #include "dot.h"
@@ -36,6 +36,20 @@ KIMI_K3_INLINE Vec situ_vec(Vec gate, Vec up, const Situ& s) {
 }  // namespace avx2
 #undef KIMI_K3_TARGET
 #undef KIMI_K3_LANES
+
+// The bfloat16 of each code under each scale, as the low and the high bytes of 16 codes: lookup tables for one group.
+struct ScaledCodes {
+  ScaledCodes() {
+    for (int scale = 0; scale < 256; ++scale)
+      for (int code = 0; code < 16; ++code) {
+        const bfloat16 value = to_bfloat16(scale == 255 ? std::nanf("") : kE2M1[code] * scale_value(scale));
+        reinterpret_cast<uint8_t*>(&bytes[scale][0])[code] = static_cast<uint8_t>(value);
+        reinterpret_cast<uint8_t*>(&bytes[scale][1])[code] = static_cast<uint8_t>(value >> 8);
+      }
+  }
+  __m128i bytes[256][2];
+};
+inline const ScaledCodes kScaledCodes;
 
 template <class T>
 struct Avx2Rows {
@@ -82,31 +96,17 @@ struct Avx2Rows {
       avx2::store_vec(hidden + i, avx2::situ_vec(avx2::load_vec(gate + i), avx2::load_vec(up + i), s));
   }
 
-  // Hands the block's 8 vectors, scaled, to use(index, values). The scale is a power of two, so this is exact.
-  template <class Use>
+  // Hands the block's 8 vectors, scaled, to use(index, values).
+  template <bool kWhole, class Use>
   KIMI_K3_AVX2 static inline __attribute__((always_inline)) void decode(const uint8_t* codes, const uint8_t* scales,
-                                                                        int64_t left, const Use& use) {
-    const __m256i low_table = _mm256_setr_epi8(0, 0, -128, -64, 0, 64, -128, -64, 0, 0, -128, -64, 0, 64, -128, -64,  //
-                                               0, 0, -128, -64, 0, 64, -128, -64, 0, 0, -128, -64, 0, 64, -128, -64);
-    const __m256i high_table =
-        _mm256_setr_epi8(0, 63, 63, 63, 64, 64, 64, 64, -128, -65, -65, -65, -64, -64, -64, -64,  //
-                         0, 63, 63, 63, 64, 64, 64, 64, -128, -65, -65, -65, -64, -64, -64, -64);
+                                                                        const Use& use) {
     const __m256i nibbles = _mm256_set1_epi8(15), upper = _mm256_set1_epi32(static_cast<int>(0xffff0000));
-    __m256i bytes;
-    uint16_t two_scales;
-    if (left >= kBlock) {
-      bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes));
-      std::memcpy(&two_scales, scales, 2);
-    } else {  // the last 32 of an odd number of groups
-      bytes = _mm256_zextsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
-      two_scales = scales[0];
-    }
-    // Each 128-bit half takes its scale byte to the exponent of its four lanes; exponent 0 is 2^-127.
-    const __m256i spread = _mm256_setr_epi8(-1, -1, 0, -1, -1, -1, 0, -1, -1, -1, 0, -1, -1, -1, 0, -1,  //
-                                            -1, -1, 1, -1, -1, -1, 1, -1, -1, -1, 1, -1, -1, -1, 1, -1);
-    const __m256i exponents =
-        _mm256_slli_epi32(_mm256_shuffle_epi8(_mm256_set1_epi16(static_cast<int16_t>(two_scales)), spread), 7);
-    const __m256 scale = _mm256_castsi256_ps(_mm256_max_epi32(exponents, _mm256_set1_epi32(0x00400000)));
+    const auto* first = &kScaledCodes.bytes[scales[0]];
+    const auto* second = &kScaledCodes.bytes[scales[kWhole ? 1 : 0]];
+    const __m256i low_table = _mm256_loadu2_m128i(&(*second)[0], &(*first)[0]);
+    const __m256i high_table = _mm256_loadu2_m128i(&(*second)[1], &(*first)[1]);
+    const __m256i bytes = kWhole ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes))
+                                 : _mm256_zextsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
 #pragma GCC unroll 2
     for (int nibble = 0; nibble < 2; ++nibble) {
       const __m256i code = _mm256_and_si256(nibble ? _mm256_srli_epi16(bytes, 4) : bytes, nibbles);
@@ -115,8 +115,8 @@ struct Avx2Rows {
       for (int half = 0; half < 2; ++half) {
         const __m256i pairs = half ? _mm256_unpackhi_epi8(low, high) : _mm256_unpacklo_epi8(low, high);
         const int index = nibble * 4 + half * 2;
-        use(index, _mm256_mul_ps(_mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)), scale));
-        use(index + 1, _mm256_mul_ps(_mm256_castsi256_ps(_mm256_and_si256(pairs, upper)), scale));
+        use(index, _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)));
+        use(index + 1, _mm256_castsi256_ps(_mm256_and_si256(pairs, upper)));
       }
     }
   }
@@ -137,23 +137,39 @@ struct Avx2Rows {
     for (int m = 0; m < M; ++m)
 #pragma GCC unroll 8
       for (int n = 0; n < N; ++n) sums[m][n] = _mm256_setzero_ps();
-    for (int64_t k = 0; k < w.in; k += kBlock) {
+    const int64_t code_stride = w.in / 2, scale_stride = w.in / kGroup, whole = w.in / kBlock * kBlock;
+    const uint8_t *codes = w.code_row(first), *scales = w.scale_row(first);
+    for (int64_t k = 0; k < whole; k += kBlock, codes += kBlock / 2, scales += kBlock / kGroup) {
 #pragma GCC unroll 8
       for (int n = 0; n < N; ++n) {
-        const uint8_t* codes = w.code_row(first + n) + k / 2;
-        _mm_prefetch(reinterpret_cast<const char*>(codes + kAhead), _MM_HINT_T0);
-        decode(codes, w.scale_row(first + n) + k / kGroup, w.in - k, [&](int index, __m256 values)
-                   KIMI_K3_AVX2 __attribute__((always_inline)) {
-#pragma GCC unroll 8
-          for (int m = 0; m < M; ++m)
-            sums[m][n] = _mm256_fmadd_ps(values, _mm256_loadu_ps(x[m] + k + index * 8), sums[m][n]);
-        });
+        _mm_prefetch(reinterpret_cast<const char*>(codes + n * code_stride + kAhead), _MM_HINT_T0);
+        add_block<true, M, N>(codes + n * code_stride, scales + n * scale_stride, x, k, n, sums);
       }
     }
+    if (whole < w.in)
+#pragma GCC unroll 8
+      for (int n = 0; n < N; ++n)
+        add_block<false, M, N>(codes + n * code_stride, scales + n * scale_stride, x, whole, n, sums);
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m)
 #pragma GCC unroll 8
       for (int n = 0; n < N; ++n) out[m * kBlockRows + n] = reduce(sums[m][n]);
+  }
+
+  template <bool kWhole, int M, int N>
+  KIMI_K3_AVX2 static inline __attribute__((always_inline)) void add_block(const uint8_t* codes, const uint8_t* scales,
+                                                                           const float* const* x, int64_t k, int n,
+                                                                           __m256 (&sums)[M][N]) {
+    const float* rows[M];
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) {
+      rows[m] = x[m] + k;
+      asm("" : "+r"(rows[m]));  // read them again for each n: kept in registers, they push the sums out
+    }
+    decode<kWhole>(codes, scales, [&](int index, __m256 values) KIMI_K3_AVX2 __attribute__((always_inline)) {
+#pragma GCC unroll 8
+      for (int m = 0; m < M; ++m) sums[m][n] = _mm256_fmadd_ps(values, _mm256_loadu_ps(rows[m] + index * 8), sums[m][n]);
+    });
   }
 
   // Many rows: from weight rows that were decoded once, [N][columns]; each lane adds in the order of `direct`.
@@ -186,12 +202,16 @@ struct Avx2Rows {
     const int64_t columns = padded(w.in);
     static thread_local std::vector<float> decoded;
     decoded.resize(N * columns);
-    for (int n = 0; n < N; ++n)
-      for (int64_t k = 0; k < w.in; k += kBlock)
-        decode(w.code_row(first + n) + k / 2, w.scale_row(first + n) + k / kGroup, w.in - k,
-               [&](int index, __m256 values) KIMI_K3_AVX2 __attribute__((always_inline)) {
-          _mm256_storeu_ps(&decoded[n * columns + k + index * 8], values);
-        });
+    for (int n = 0; n < N; ++n) {
+      const uint8_t *codes = w.code_row(first + n), *scales = w.scale_row(first + n);
+      float* target = &decoded[n * columns];
+      const auto put8 = [&](int index, __m256 values) KIMI_K3_AVX2 __attribute__((always_inline)) {
+        _mm256_storeu_ps(target + index * 8, values);
+      };
+      int64_t k = 0;
+      for (; k + kBlock <= w.in; k += kBlock, target += kBlock) decode<true>(codes + k / 2, scales + k / kGroup, put8);
+      if (k < w.in) decode<false>(codes + k / 2, scales + k / kGroup, put8);
+    }
     int64_t m = 0;
     for (; m + 3 <= m_count; m += 3) tile<3, N>(decoded.data(), columns, x + m, out + m * kBlockRows);
     if (m_count - m == 2) tile<2, N>(decoded.data(), columns, x + m, out + m * kBlockRows);

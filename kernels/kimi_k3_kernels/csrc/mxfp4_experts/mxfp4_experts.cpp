@@ -1,5 +1,5 @@
 // The routed experts from packed weights: choices sorted by slot, each packed tile decoded once for all its rows.
-#include "dot.h"
+#include "dot_avx2.h"
 
 namespace kimi_k3 {
 
@@ -175,6 +175,10 @@ Tensor mxfp4_experts(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w1_p
 #if KIMI_K3_X86
   if (active_isa() == Isa::avx512) {
     is_bf16 ? call(Bf16Rows{}) : call(Float32Rows{});
+    return out;
+  }
+  if (active_isa() == Isa::avx2) {
+    is_bf16 ? call(Avx2Rows<bfloat16>{}) : call(Avx2Rows<float>{});
     return out;
   }
 #endif

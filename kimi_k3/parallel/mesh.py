@@ -65,13 +65,12 @@ def make_mesh(tp: int = 1, ep: int = 1, device_type: str = "cpu") -> DeviceMesh:
         raise ValueError(f"make_mesh: ep: want 1 or the {world} ranks (it counts every rank and spans tp), got {ep}")
     mesh = init_device_mesh(device_type, (world // tp, tp), mesh_dim_names=AXES)
     if ep > 1:
-        mesh[AXES]._flatten("ep")
+        mesh.ep_axis = mesh._flatten("ep")  # type: ignore[attr-defined]
     return mesh
 
 
 def axis(mesh: DeviceMesh, name: str) -> DeviceMesh | None:
     """The one-dimensional mesh of an axis; None where the mesh has no such axis."""
-    try:
-        return mesh[name]
-    except KeyError:
-        return None
+    if name in (mesh.mesh_dim_names or ()):
+        return mesh if mesh.ndim == 1 else mesh[name]
+    return getattr(mesh, "ep_axis", None) if name == "ep" else None

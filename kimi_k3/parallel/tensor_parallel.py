@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from kimi_k3.configuration_kimi_k3 import MXFP4_GROUP, KimiK3TextConfig
 from kimi_k3.layers.kda import KimiDeltaAttention
@@ -77,6 +78,14 @@ def placement_of(name: str, mesh: DeviceMesh) -> tuple[DeviceMesh | None, Placem
     if ep is not None and _EXPERTS.fullmatch(name):
         return ep, Shard(0)
     return axis(mesh, "tp"), rule_of(name).placement
+
+
+def local_shape(name: str, shape: tuple[int, ...], mesh: DeviceMesh) -> tuple[int, ...]:
+    """The shape of this rank's part of a parameter."""
+    placed, placement = placement_of(name, mesh)
+    if placed is None:
+        return shape
+    return tuple(compute_local_shape_and_global_offset(shape, placed, [placement])[0])
 
 
 def check_sizes(config: KimiK3TextConfig, mesh: DeviceMesh) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from kimi_k3.configuration_kimi_k3 import MXFP4_GROUP, KimiK3Config
 from kimi_k3.hub import COMPANION_FILES
@@ -26,6 +26,7 @@ from kimi_k3.shards import (
     StoredTensor,
     TensorToWrite,
     byte_view,
+    produce_pieces,
     write_shards,
 )
 from kimi_k3.tensor_layout import VISION_PREFIXES, file_name_of, is_expert_stack, module_name_of, released_dtype
@@ -143,9 +144,20 @@ def _matrix(module: nn.Module, name: str, expert: int) -> Callable[[], Tensor]:
         from kimi_k3.parallel.expert_parallel import expert_matrix
 
         return lambda: expert_matrix(module, name, expert)  # type: ignore[arg-type]
+    if isinstance(stack, DTensor) and stack.placements == (Shard(0),):
+        return lambda: _from_owner(stack, expert)
     if isinstance(stack, DTensor):
         return lambda: stack.detach()[expert].full_tensor()
     return lambda: stack[expert].detach()
+
+
+def _from_owner(stack: DTensor, expert: int) -> Tensor:
+    """One row of a stack that is cut by rows, from the rank that holds it."""
+    group, chunk = stack.device_mesh.get_group(), -(-stack.shape[0] // stack.device_mesh.size())
+    owner, local = expert // chunk, stack.detach().to_local()
+    row = local[expert % chunk].contiguous() if owner == group.rank() else local.new_empty(local.shape[1:])
+    dist.broadcast(row, group_src=owner, group=group)
+    return row
 
 
 def _bytes_of(

@@ -10,6 +10,7 @@ One `torchrun --nproc-per-node N` is one failure domain: when one of its process
 from __future__ import annotations
 
 import datetime
+import logging
 import os
 
 import torch
@@ -44,6 +45,19 @@ def start(backend: str | None = None, timeout_seconds: float = 60.0, device: str
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     return local
+
+
+def log_of_rank() -> logging.Logger:
+    """The logger "kimi_k3.rank", each line with time, rank and number of ranks; INFO on every rank, to stderr."""
+    log = logging.getLogger("kimi_k3.rank")
+    if not log.handlers:
+        handler = logging.StreamHandler()
+        who = f"rank {dist.get_rank()} of {dist.get_world_size()}"
+        handler.setFormatter(logging.Formatter(f"%(asctime)s [{who}] %(message)s", "%H:%M:%S"))
+        log.addHandler(handler)
+        log.setLevel(logging.INFO)
+        log.propagate = False
+    return log
 
 
 def make_mesh(tp: int = 1, ep: int = 1, device_type: str = "cpu") -> DeviceMesh:

@@ -73,6 +73,13 @@ class LoadPart(NamedTuple):
         return total * self.region.length // whole
 
 
+class ReadPlan(NamedTuple):
+    model: Any
+    parts: list[LoadPart]  # in file order
+    tensors: dict[str, TensorSpec]  # the shape and dtype of each parameter, or of this rank's part of it
+    source: CheckpointSource
+
+
 def load_pretrained(
     cls: type[Model],
     path_or_repo: str | Path,
@@ -139,6 +146,47 @@ def load_pretrained(
             outline = {n: TensorSpec(local_shape(n, s.shape, mesh), s.dtype) for n, s in outline.items()}
         check_memory(config, outline, {n: _loaded_dtype(n, s.dtype, dtype) for n, s in outline.items()}, layers, target)
 
+    model, parts, plan, source = plan_reads(
+        cls, path_or_repo, config=config, dtype=dtype, mesh=mesh, experts=experts, layers=layers, hub=hub, verify=verify
+    )
+    if device_map is not None:
+        from kimi_k3.offload import load_dispatched
+
+        load_dispatched(model, device_map, parts, plan, progress)
+    else:
+        check_memory(config, plan, {name: spec.dtype for name, spec in plan.items()}, layers, target)
+        source.bytes_read = load_parts(model, parts, plan, target, progress)
+    _assert_complete(model, allow_meta=device_map is not None)
+    model.checkpoint_source = source  # type: ignore[assignment]
+    generation = source.folder / "generation_config.json"
+    if generation.is_file():
+        model.generation_config = json.loads(generation.read_text())
+    if trunk == "int8":
+        from kimi_k3.quantization import quantize_trunk_int8_
+
+        quantize_trunk_int8_(model)
+    return model.eval()
+
+
+def plan_reads(
+    cls: type[Model],
+    path_or_repo: str | Path,
+    *,
+    config: KimiK3Config | None = None,
+    dtype: str | torch.dtype = "auto",
+    mesh: DeviceMesh | None = None,
+    experts: str = "mxfp4",
+    layers: range | None = None,
+    hub: HubOptions | None = None,
+    verify: str | None = "size",
+) -> ReadPlan:
+    """A model without values, and every read that fills it: this rank's alone, on a mesh. Reads headers and index only.
+
+    Arguments and errors as `load_pretrained`.
+    """
+    hub = HubOptions() if hub is None else hub
+    config = KimiK3Config.from_pretrained(path_or_repo, **hub._asdict()) if config is None else config
+    layers = range(config.text_config.num_hidden_layers) if layers is None else layers
     index = find_index(path_or_repo, hub)
     packed_layers = packed_layers_of(index)
     _report_disagreement(config, packed_layers)
@@ -167,23 +215,7 @@ def load_pretrained(
     parts = _parts(model, needed, stored)
     plan = _planned_tensors(model, parts, dtype)
 
-    if device_map is not None:
-        from kimi_k3.offload import load_dispatched
-
-        load_dispatched(model, device_map, parts, plan, progress)
-    else:
-        check_memory(config, plan, {name: spec.dtype for name, spec in plan.items()}, layers, target)
-        source.bytes_read = load_parts(model, parts, plan, target, progress)
-    _assert_complete(model, allow_meta=device_map is not None)
-    model.checkpoint_source = source  # type: ignore[assignment]
-    generation = folder / "generation_config.json"
-    if generation.is_file():
-        model.generation_config = json.loads(generation.read_text())
-    if trunk == "int8":
-        from kimi_k3.quantization import quantize_trunk_int8_
-
-        quantize_trunk_int8_(model)
-    return model.eval()
+    return ReadPlan(model, parts, plan, source)
 
 
 def _check_options(

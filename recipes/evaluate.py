@@ -64,7 +64,7 @@ def main() -> None:
     device = start(args.backend, args.timeout)
     log = log_of_rank()
     size = dist.get_world_size()
-    mesh = make_mesh(tp=args.tp, ep=size if args.ep else 1, device_type=device.type)
+    mesh = make_mesh(tp=args.tp, ep=size if args.ep else None, device_type=device.type)
     dtype = args.dtype if args.dtype == "auto" else getattr(torch, args.dtype)
     is_spread = args.tp > 1 or (args.ep and size > 1)
     model = KimiK3ForCausalLM.from_pretrained(

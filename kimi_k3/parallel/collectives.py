@@ -43,16 +43,25 @@ def all_gather_rows(x: Tensor, group_name: str, size: int) -> Tensor:
     return functional.wait_tensor(functional.all_gather_into_tensor(x.contiguous(), size, group_name))
 
 
+def sum_in_order(x: Tensor, group_name: str, size: int) -> Tensor:
+    """`all_reduce` in the order of the ranks for every element: where in a buffer a row stands does not show in its bits."""
+    parts = all_gather_rows(x[None], group_name, size)
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total
+
+
 class _SumOutput(torch.autograd.Function):
     """Row-parallel output: partial sums in, the sum out. What follows is the same on all ranks, so is its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group_name: str) -> Tensor:
-        return all_reduce(x, group_name)
+    def forward(ctx: Any, x: Tensor, group_name: str, ordered_size: int) -> Tensor:
+        return sum_in_order(x, group_name, ordered_size) if ordered_size else all_reduce(x, group_name)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad, None, None
 
 
 class _SumGradient(torch.autograd.Function):
@@ -84,8 +93,9 @@ class _GatherColumns(torch.autograd.Function):
         return grad[:, ctx.first : ctx.first + ctx.count], None, None, None, None
 
 
-def sum_output(x: Tensor, group_name: str) -> Tensor:
-    return _SumOutput.apply(x, group_name)
+def sum_output(x: Tensor, group_name: str, ordered_size: int = 0) -> Tensor:
+    """The sum of the ranks' tensors; with `ordered_size` (the number of ranks) by `sum_in_order`."""
+    return _SumOutput.apply(x, group_name, ordered_size)
 
 
 def sum_gradient(x: Tensor, group_name: str) -> Tensor:

@@ -60,13 +60,13 @@ def log_of_rank() -> logging.Logger:
     return log
 
 
-def make_mesh(tp: int = 1, ep: int = 1, device_type: str = "cpu") -> DeviceMesh:
-    """One mesh over all ranks of the process group, axes ("dp", "tp"), and with ep > 1 also "ep".
+def make_mesh(tp: int = 1, ep: int | None = None, device_type: str = "cpu") -> DeviceMesh:
+    """One mesh over all ranks of the process group, axes ("dp", "tp"), and with ep also "ep".
 
     Args:
         tp: ranks that share each token; must divide the number of ranks.
-        ep: 1 (experts are cut over tp by width, or whole where tp is 1), or the number of ranks: it counts every rank
-            and spans tp.
+        ep: the number of ranks: it counts every rank and spans tp. None: no such axis; experts are cut over tp by width, or
+            whole where tp is 1.
         device_type: "cpu" or "cuda".
     Raises: ValueError naming the size that does not fit; RuntimeError without a process group.
     """
@@ -75,10 +75,10 @@ def make_mesh(tp: int = 1, ep: int = 1, device_type: str = "cpu") -> DeviceMesh:
     world = dist.get_world_size()
     if tp < 1 or world % tp:
         raise ValueError(f"make_mesh: tp: want a divisor of the {world} ranks, got {tp}")
-    if ep not in (1, world):
-        raise ValueError(f"make_mesh: ep: want 1 or the {world} ranks (it counts every rank and spans tp), got {ep}")
+    if ep not in (None, world):
+        raise ValueError(f"make_mesh: ep: want None or the {world} ranks (it counts every rank and spans tp), got {ep}")
     mesh = init_device_mesh(device_type, (world // tp, tp), mesh_dim_names=AXES)
-    if ep > 1:
+    if ep is not None:
         mesh.ep_axis = mesh._flatten("ep")  # type: ignore[attr-defined]
     return mesh
 

@@ -105,13 +105,17 @@ def check_sizes(config: KimiK3TextConfig, mesh: DeviceMesh) -> None:
         raise ValueError(f"parallelize: ep: want at most the {config.num_experts} experts, got {ep.size()}")
 
 
-def parallelize(model: nn.Module, mesh: DeviceMesh, *, gather_logits: bool = True) -> nn.Module:
+def parallelize(
+    model: nn.Module, mesh: DeviceMesh, *, gather_logits: bool = True, ordered_sums: bool = False
+) -> nn.Module:
     """Make every parameter a DTensor on its axis of the mesh, and put the collectives around the layers. In place.
 
     Args:
         model: KimiK3ForCausalLM or KimiK3ForConditionalGeneration, with the same values on every rank, or on meta.
         mesh: of `make_mesh`, or any with an axis "tp" or "ep".
         gather_logits: every rank gets all logits; else each its own part of the vocabulary, for `sharded_topk`.
+        ordered_sums: sum over more than two tp ranks in their order, so that a row's bits do not depend on its batch (with
+            `set_batch_invariant`); more bytes travel. Two ranks' sums have no order.
     Raises: ValueError for a model that is parallel already, or sizes that the mesh cannot cut.
     """
     config: KimiK3TextConfig = model.config.text_config  # type: ignore[union-attr,assignment]
@@ -123,8 +127,9 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, gather_logits: bool = Tru
     for prefix, module in list(model.named_modules()):
         _place_parameters(module, prefix, mesh, config)
     tp, ep = axis(mesh, "tp"), axis(mesh, "ep")
-    if tp is not None:
-        _wrap(model, config, tp, experts_by_width=ep is None, gather_logits=gather_logits)
+    if tp is not None and tp.size() > 1:
+        ordered_size = tp.size() if ordered_sums and tp.size() > 2 else 0
+        _wrap(model, config, tp, ep is None, gather_logits, ordered_size)
     if ep is not None:
         from kimi_k3.parallel.expert_parallel import spread_experts
 
@@ -149,6 +154,8 @@ def _place_parameters(module: nn.Module, prefix: str, mesh: DeviceMesh, config: 
         readers[leaf] = _reader(name, placed, config)
     if readers:
         reads_locally_(module, readers)
+    if isinstance(module, nn.Linear) and "weight" in readers:
+        module.out_features, module.in_features = local_part(module._parameters["weight"]).shape  # type: ignore[arg-type]
 
 
 def _reader(name: str, tp: DeviceMesh, config: KimiK3TextConfig) -> Callable[[Tensor], Tensor]:
@@ -178,8 +185,9 @@ def reads_locally_(module: nn.Module, readers: dict[str, Callable[[Tensor], Tens
 
 
 def _wrap(
-    model: nn.Module, config: KimiK3TextConfig, tp: DeviceMesh, experts_by_width: bool, gather_logits: bool
-) -> None:
+    model: nn.Module, config: KimiK3TextConfig, tp: DeviceMesh, experts_by_width: bool, gather_logits: bool,
+    ordered_size: int,
+) -> None:  # fmt: skip
     size, rank, group_name = tp.size(), tp.get_local_rank(), tp.get_group().group_name
     linear = {**config.linear_attn_config, "num_heads": config.kda_num_heads // size}
     # What a cache's pools are sized by.
@@ -189,18 +197,15 @@ def _wrap(
         return sum_gradient(inputs[0], group_name), *inputs[1:]
 
     def sum_result(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-        return sum_output(output, group_name)
-
-    def cut(module: nn.Module, last: nn.Module) -> None:
-        module.register_forward_pre_hook(sum_first_gradient)
-        last.register_forward_hook(sum_result)
+        return sum_output(output, group_name, ordered_size)
 
     for module in model.modules():
         if isinstance(module, (KimiDeltaAttention, KimiMLAAttention)):
             module.num_heads //= size
-            cut(module, module.o_proj)
-        elif isinstance(module, KimiK3MLP):
-            cut(module, module.down_proj)
+        if isinstance(module, (KimiDeltaAttention, KimiMLAAttention, KimiK3MLP)):
+            # Around the whole module, whose last projection is the row-wise one: its projections stay plain.
+            module.register_forward_pre_hook(sum_first_gradient)
+            module.register_forward_hook(sum_result)
         elif isinstance(module, KimiK3Experts) and experts_by_width:
             # The latent sum is whole before its norm reads it.
             module.register_forward_pre_hook(lambda _, inputs: _sum_routed_gradients(inputs, group_name))

@@ -157,7 +157,7 @@ def fake_ranks():
 
 @pytest.mark.parametrize(
     ("size", "ep", "words"),
-    [(3, 1, "4 KDA heads, got 3"), (8, 1, "4 KDA heads, got 8"), (4, 1, None), (2, 2, None)],
+    [(3, None, "4 KDA heads, got 3"), (8, None, "4 KDA heads, got 8"), (4, None, None), (2, 2, None)],
 )
 def test_sizes_that_cannot_be_cut_are_refused_by_name(fake_ranks, size, ep, words):
     fake_ranks(size)
@@ -185,7 +185,7 @@ def test_a_mesh_that_does_not_fit_the_ranks_is_refused(fake_ranks):
     fake_ranks(4)
     with pytest.raises(ValueError, match="tp: want a divisor of the 4 ranks, got 3"):
         make_mesh(tp=3)
-    with pytest.raises(ValueError, match="ep: want 1 or the 4 ranks"):
+    with pytest.raises(ValueError, match="ep: want None or the 4 ranks"):
         make_mesh(ep=2)
     with pytest.raises(ValueError, match="not on a mesh yet"):
         model = parallelize(load(), make_mesh(tp=4))

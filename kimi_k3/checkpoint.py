@@ -157,7 +157,7 @@ def load_pretrained(
         check_memory(config, plan, {name: spec.dtype for name, spec in plan.items()}, layers, target)
         source.bytes_read = load_parts(model, parts, plan, target, progress)
     _assert_complete(model, allow_meta=device_map is not None)
-    model.checkpoint_source = source  # type: ignore[assignment]
+    model.checkpoint_source = source
     generation = source.folder / "generation_config.json"
     if generation.is_file():
         model.generation_config = json.loads(generation.read_text())
@@ -246,7 +246,7 @@ def _check_options(
 
 
 def _device_of(mesh: DeviceMesh) -> torch.device:
-    return torch.device(mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None)
+    return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
 
 
 def _usable_device(device: str | torch.device) -> torch.device:

@@ -132,7 +132,7 @@ def _tensors_to_write(
         yield _from_source(source, name, reader)
 
 
-def _whole(parameter: Tensor) -> Callable[[], Tensor]:
+def _whole(parameter: Any) -> Callable[[], Tensor]:
     """The whole of a tensor; of a DTensor every rank asks for it, and gets it."""
     return lambda: (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach()
 
@@ -143,15 +143,16 @@ def _matrix(module: nn.Module, name: str, expert: int) -> Callable[[], Tensor]:
     if "copy_ranks" in module._buffers:
         from kimi_k3.parallel.expert_parallel import expert_matrix
 
-        return lambda: expert_matrix(module, name, expert)  # type: ignore[arg-type]
+        return lambda: expert_matrix(module, name, expert)
     if isinstance(stack, DTensor) and stack.placements == (Shard(0),):
         return lambda: _from_owner(stack, expert)
     if isinstance(stack, DTensor):
-        return lambda: stack.detach()[expert].full_tensor()
+        selected: Any = stack.detach()[expert]
+        return lambda: selected.full_tensor()
     return lambda: stack[expert].detach()
 
 
-def _from_owner(stack: DTensor, expert: int) -> Tensor:
+def _from_owner(stack: Any, expert: int) -> Tensor:
     """One row of a stack that is cut by rows, from the rank that holds it."""
     group, chunk = stack.device_mesh.get_group(), -(-stack.shape[0] // stack.device_mesh.size())
     owner, local = expert // chunk, stack.detach().to_local()
@@ -229,8 +230,8 @@ def _experts_to_write(
                         yield TensorToWrite(n, torch.uint8, tuple(tensor.shape[1:]), pieces)
                 else:
                     shape = (codes.shape[1], codes.shape[2] * 2)
-                    pair_of = [_matrix(module, f"{name}{kind}", expert) for kind in ("_packed", "_scale")]
-                    yield TensorToWrite(matrix, torch.bfloat16, shape, _decoded(*pair_of, is_writer))
+                    packed, scale = (_matrix(module, f"{name}{kind}", expert) for kind in ("_packed", "_scale"))
+                    yield TensorToWrite(matrix, torch.bfloat16, shape, _decoded(packed, scale, is_writer))
             elif stack.is_meta:
                 names = stored_names if pair is not None else [matrix]
                 yield from (_from_source(source, n, reader) for n in names)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from kimi_k3.layers.moe import KimiK3Experts, KimiK3Router, KimiK3SparseMoE, Routing
+from kimi_k3.layers.moe import KimiK3SparseMoE, Routing
 from kimi_k3.parallel.collectives import all_gather_rows, named
 from kimi_k3.parallel.mesh import axis
 from kimi_k3_kernels import dense_experts, mxfp4_combine, mxfp4_experts
@@ -316,7 +316,8 @@ class InStep:
         self._is_anyone_running(True)
 
     def _is_anyone_running(self, is_running: bool) -> bool:
-        device = expert_layers(self.model)[0].experts.num_active.device  # type: ignore[union-attr]
+        experts: Any = expert_layers(self.model)[0].experts
+        device = experts.num_active.device
         flag = torch.tensor(int(is_running), device=device)
         if self.group.size() > 1:
             with named("agreement on another step (all_reduce)", self.group):
@@ -330,11 +331,12 @@ def idle_step(model: nn.Module) -> None:
     dtype: torch.dtype = model.dtype  # type: ignore[assignment]
     text = config.text_config
     for layer in expert_layers(model):
-        device = layer.experts.num_active.device
+        experts: Any = layer.experts
+        device = experts.num_active.device
         latent = torch.empty((0, text.routed_expert_hidden_size), dtype=dtype, device=device)
         ids = torch.empty((0, text.num_experts_per_token), dtype=torch.int64, device=device)
         weights = torch.empty(ids.shape, dtype=torch.promote_types(dtype, torch.float32), device=device)
-        layer.experts(latent, Routing(ids, weights, latent.new_empty((0, text.num_experts))))
+        experts(latent, Routing(ids, weights, latent.new_empty((0, text.num_experts))))
 
 
 @torch.no_grad()
@@ -348,7 +350,7 @@ def place_experts(layer: KimiK3SparseMoE, tables: Tables, slot_experts: Tensor) 
         slot_experts: [ranks, S] integers, the expert in each slot of each rank, -1 where none.
     Raises: ValueError for experts that are being trained, or tables of another number of experts.
     """
-    experts = layer.experts
+    experts: Any = layer.experts
     group = _GROUPS[GROUP].ep
     if any(parameter.requires_grad for parameter in experts.parameters()):
         raise ValueError("place_experts: want frozen experts: trained ones stay DTensors, Shard(0)")
@@ -391,12 +393,12 @@ def count_experts(model: nn.Module) -> None:
     real tokens only and add up to tokens x top-k in each layer.
     """
 
-    def count(gate: nn.Module, inputs: Any, routing: Routing) -> None:
+    def count(gate: Any, inputs: Any, routing: Routing) -> None:
         ids = routing.topk_ids.flatten()
         gate.expert_counts.scatter_add_(0, ids, torch.ones_like(ids))
 
     for layer in expert_layers(model):
-        gate: KimiK3Router = layer.gate
+        gate: Any = layer.gate
         if not hasattr(gate, "expert_counts"):
             device = gate.weight.device
             counts = torch.zeros(layer.experts.num_experts, dtype=torch.int64, device=device)
@@ -407,17 +409,18 @@ def count_experts(model: nn.Module) -> None:
 def expert_counts(model: nn.Module, group: dist.ProcessGroup | None = None) -> Tensor:
     """[MoE layers, E] int64: tokens that chose each expert since `count_experts`, summed over the ranks of `group`: those of
     "dp", because the ranks of "tp" see the same tokens. Every rank of the group calls it."""
-    counts = torch.stack([layer.gate.expert_counts for layer in expert_layers(model)])
+    gates: list[Any] = [layer.gate for layer in expert_layers(model)]
+    counts = torch.stack([gate.expert_counts for gate in gates])
     if group is not None and group.size() > 1:
         with named("sum of expert counts (all_reduce)", group):
             dist.all_reduce(counts, group=group)
     return counts
 
 
-def expert_matrix(experts: KimiK3Experts, name: str, expert: int) -> Tensor:
+def expert_matrix(experts: Any, name: str, expert: int) -> Tensor:
     """One expert's matrix on every rank, sent by the rank that holds its first copy. Every rank calls it."""
     group = _GROUPS[GROUP].ep
-    owner, slot = int(experts.copy_ranks[expert, 0]), int(experts.copy_slots[expert, 0])  # type: ignore[index]
+    owner, slot = int(experts.copy_ranks[expert, 0]), int(experts.copy_slots[expert, 0])
     local = getattr(experts, name).detach()
     matrix = local[slot].contiguous() if owner == group.rank() else local.new_empty(local.shape[1:])
     if group.size() > 1:

@@ -10,13 +10,10 @@ import json
 import logging
 import re
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.overrides import TorchFunctionMode
 
 from kimi_k3.configuration_kimi_k3 import MXFP4_GROUP, KimiK3Config
@@ -33,7 +30,7 @@ from kimi_k3.inventory import (
 )
 from kimi_k3.layers.moe import KimiK3Experts
 from kimi_k3.preflight import available_memory, check_memory
-from kimi_k3.saving import save_pretrained
+from kimi_k3.saving import is_dtensor, save_pretrained
 from kimi_k3.shards import DTYPES, INDEX_FILE, SINGLE_FILE, CheckpointError, Region, ShardReader, StoredTensor
 from kimi_k3.tensor_layout import (
     VISION_PREFIXES,
@@ -47,6 +44,9 @@ from kimi_k3.tensor_layout import (
     released_dtype,
 )
 from kimi_k3_kernels import mxfp4_dequantize
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 logger = logging.getLogger("kimi_k3")
 
@@ -222,7 +222,7 @@ def _check_options(
     dtype: str | torch.dtype, mesh: Any, experts: str, trunk: str | None, verify: str | None,
     device: str | torch.device | None, device_map: str | dict[str, Any] | None, layers: range | None,
 ) -> None:  # fmt: skip
-    if mesh is not None and not isinstance(mesh, DeviceMesh):
+    if mesh is not None and not hasattr(mesh, "mesh_dim_names"):
         raise ValueError(f"from_pretrained: mesh: want a DeviceMesh (kimi_k3.parallel.make_mesh), got {mesh!r}")
     if mesh is not None and (trunk is not None or device_map is not None):
         raise ValueError("from_pretrained: want mesh, or one of trunk and device_map, got both")
@@ -383,16 +383,34 @@ def _parts(model: nn.Module, needed: list[str], stored: dict[str, StoredTensor])
         elif module_name.endswith("_packed"):
             scale = file_name_of(module_name.removesuffix("_packed") + "_scale", expert)
             parts.append(LoadPart(module_name.removesuffix("_packed"), expert, stored[name], stored[scale]))
-    parts = [local for part in parts if (local := _local_part(part, held[part.module_name])) is not None]
+    boxes = {name: _box_of(parameter) for name, parameter in held.items()}
+    parts = [local for part in parts if (local := _local_part(part, boxes[part.module_name])) is not None]
     return sorted(parts, key=lambda part: (part.stored.file, part.stored.start))
 
 
-def _local_part(part: LoadPart, parameter: Tensor) -> LoadPart | None:
-    """What of a read this rank's part of a DTensor needs; None: nothing."""
-    if not isinstance(parameter, DTensor):
-        return part
+class Box(NamedTuple):
+    """This rank's part of a DTensor."""
+
+    whole: tuple[int, ...]
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+
+
+def _box_of(parameter: Any) -> Box | None:
+    if not is_dtensor(parameter):
+        return None
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
     shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    expert, whole = part.expert, tuple(parameter.shape)
+    return Box(tuple(parameter.shape), tuple(shape), tuple(offset))
+
+
+def _local_part(part: LoadPart, box: Box | None) -> LoadPart | None:
+    """What of a read this rank's part of a parameter needs; None: nothing."""
+    if box is None:
+        return part
+    whole, shape, offset = box
+    expert = part.expert
     if expert is not None:
         if not offset[0] <= expert < offset[0] + shape[0]:
             return None
@@ -420,8 +438,8 @@ def _planned_tensors(model: nn.Module, parts: list[LoadPart], dtype: str | torch
     return plan
 
 
-def _local_of(parameter: Tensor) -> Tensor:
-    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+def _local_of(parameter: Any) -> Tensor:
+    return parameter._local_tensor if is_dtensor(parameter) else parameter
 
 
 def read_part(reader: ShardReader, part: LoadPart, destination: Tensor, a_log_heads: int) -> None:
@@ -450,7 +468,9 @@ def set_parameter(model: nn.Module, name: str, tensor: Tensor) -> None:
     owner_name, _, leaf = name.rpartition(".")
     owner = model.get_submodule(owner_name)
     old: Any = owner._parameters[leaf]  # not the attribute, which on a mesh is the local part
-    if isinstance(old, DTensor):
+    if is_dtensor(old):
+        from torch.distributed.tensor import DTensor
+
         # A replicated one may be stored longer than it was built (A_log).
         meta = torch.empty(old.shape if any(p.is_shard() for p in old.placements) else tensor.shape, device="meta")
         tensor = DTensor.from_local(

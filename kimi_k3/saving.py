@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
 
 from kimi_k3.configuration_kimi_k3 import MXFP4_GROUP, KimiK3Config
 from kimi_k3.hub import COMPANION_FILES
@@ -59,6 +58,11 @@ QUANTIZATION_CONFIG: dict[str, Any] = {
 }  # fmt: skip
 
 
+def is_dtensor(tensor: Any) -> bool:
+    """Asked without importing torch.distributed.tensor, which takes a second."""
+    return hasattr(tensor, "device_mesh")
+
+
 def save_pretrained(
     model: nn.Module, folder: str | Path, max_shard_size: str | int = "5GB", *, experts: str | None = None
 ) -> None:
@@ -92,7 +96,7 @@ def save_pretrained(
         raise ValueError(f"save_pretrained: this model holds only {held}: load it without layers= to save it")
     folder = Path(folder).expanduser()
     source: CheckpointSource | None = getattr(model, "checkpoint_source", None)
-    is_spread = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    is_spread = any(is_dtensor(parameter) for parameter in model.parameters())
     is_writer = not is_spread or dist.get_rank() == 0
     with ShardReader() as reader:
         tensors = list(_tensors_to_write(model, config, source, reader, experts, is_writer))
@@ -134,7 +138,7 @@ def _tensors_to_write(
 
 def _whole(parameter: Any) -> Callable[[], Tensor]:
     """The whole of a tensor; of a DTensor every rank asks for it, and gets it."""
-    return lambda: (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach()
+    return lambda: (parameter.full_tensor() if is_dtensor(parameter) else parameter).detach()
 
 
 def _matrix(module: nn.Module, name: str, expert: int) -> Callable[[], Tensor]:
@@ -144,9 +148,9 @@ def _matrix(module: nn.Module, name: str, expert: int) -> Callable[[], Tensor]:
         from kimi_k3.parallel.expert_parallel import expert_matrix
 
         return lambda: expert_matrix(module, name, expert)
-    if isinstance(stack, DTensor) and stack.placements == (Shard(0),):
+    if is_dtensor(stack) and len(stack.placements) == 1 and stack.placements[0].is_shard(0):
         return lambda: _from_owner(stack, expert)
-    if isinstance(stack, DTensor):
+    if is_dtensor(stack):
         selected: Any = stack.detach()[expert]
         return lambda: selected.full_tensor()
     return lambda: stack[expert].detach()

@@ -70,6 +70,7 @@ def serve(folder, tp: int) -> dict:
     size = dist.get_world_size()
     mesh = make_mesh(tp=tp, ep=size)
     model = load(folder, mesh)
+    experts = {p.placements for name, p in model.named_parameters() if ".experts." in name}
     count_experts(model)
     first = logits_of_mine(model, mesh, list(range(len(LENGTHS))))
     counts = expert_counts(model, axis(mesh, "dp").get_group())
@@ -78,7 +79,6 @@ def serve(folder, tp: int) -> dict:
         tables, num_active, slots, capacity = random_placement(size, layer_idx)
         place_experts(layer, tables_from_slots(tables, num_active, capacity), slots)
     placed = logits_of_mine(model, mesh, list(range(len(LENGTHS))))
-    experts = {p.placements for name, p in load(folder, mesh).named_parameters() if ".experts." in name}
     return {"first": first, "permuted": permuted, "placed": placed, "counts": counts, "placements": experts}
 
 

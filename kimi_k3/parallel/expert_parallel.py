@@ -145,7 +145,7 @@ def _experts_over_ranks(
     copy_slots: Tensor, num_active: Tensor, beta: float, linear_beta: float | None, group: str,
 ) -> Tensor:  # fmt: skip
     ep, tp = exchange = _GROUPS[group]
-    first, last, chunk = exchange.my_rows(latent.shape[0])
+    first, last, _ = exchange.my_rows(latent.shape[0])
     x, ids, factors = latent[first:last], topk_ids[first:last], topk_weights[first:last]
     order, slots, counts = _dispatch_plan(ids, Tables(copy_ranks, copy_slots, num_active), ep.size())
     sent, received = _exchange_counts(counts, ep)
@@ -158,11 +158,7 @@ def _experts_over_ranks(
     out = _combine(outputs.view(*ids.shape, latent.shape[1]), factors, len(weights) == 6)
     if tp is None:
         return out
-    padded = torch.nn.functional.pad(out, (0, 0, 0, chunk - out.shape[0]))
-    gathered = latent.new_empty((tp.size() * chunk, latent.shape[1]))
-    with named("gather of combined latents (all_gather_into_tensor)", tp):
-        dist.all_gather_into_tensor(gathered, padded, group=tp)
-    return gathered[: latent.shape[0]].clone()
+    return _gather_rows(out, latent.shape[0], exchange).clone()
 
 
 experts_over_ranks_op = define_op(

@@ -91,8 +91,9 @@ def check_equal(one, ranks):
         torch.testing.assert_close(result["loss"], one["loss"], rtol=1e-6, atol=0)
         assert result["grads"].keys() == one["grads"].keys()
         for name, grad in one["grads"].items():
-            error = (result["grads"][name] - grad).norm() / grad.norm()
-            assert error < 1e-4, name  # seen: 2.2e-5; without the backward sums the worst is above 0.5
+            error = (result["grads"][name] - grad).norm()
+            # Seen: 2.2e-5 of the norm. The first layer's mix has one source, so its gradient is zero.
+            assert error <= 1e-4 * grad.norm(), name
 
 
 def test_two_ranks_equal_one(one, two):

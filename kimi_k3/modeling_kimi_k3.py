@@ -188,6 +188,7 @@ class KimiK3ForCausalLM(nn.Module):
         if layers.step != 1 or not 0 <= layers.start < layers.stop <= text.num_hidden_layers:
             raise ValueError(f"layers: want a contiguous range within 0..{text.num_hidden_layers}, got {layers}")
         self.config = config
+        self.pool_config = text  # sizes the cache's pools; tensor parallelism leaves fewer heads to each rank
         self.model = KimiK3Model(text, layers, packed_experts=experts == "mxfp4")
         if self.model.is_last_stage:
             self.lm_head = nn.Linear(text.hidden_size, text.vocab_size, bias=False)
@@ -275,7 +276,7 @@ class KimiK3ForCausalLM(nn.Module):
         else:
             embeds = layout.pack(inputs_embeds)
 
-        config, device = self.config.text_config, embeds.device
+        config, device = self.pool_config, embeds.device
         is_invariant = self.model.is_batch_invariant
         if past_key_values is None and use_cache:
             past_key_values = self.make_cache(len(layout.lengths))
@@ -318,7 +319,7 @@ class KimiK3ForCausalLM(nn.Module):
 
     def make_cache(self, num_rows: int) -> KimiK3Cache:
         """An empty cache for a batch of `num_rows` rows."""
-        return KimiK3Cache(self.config.text_config, num_rows, self.model.layer_range, self.dtype, self.device)
+        return KimiK3Cache(self.pool_config, num_rows, self.model.layer_range, self.dtype, self.device)
 
     def _layout(
         self, given: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None, cache: KimiK3Cache | None

@@ -10,6 +10,7 @@ from kimi_k3_kernels.matvec import matvec
 from kimi_k3_kernels.mla import mla_decode, mla_prefill
 from kimi_k3_kernels.mxfp4_experts import (
     dense_experts,
+    mxfp4_combine,
     mxfp4_dequantize,
     mxfp4_experts,
     mxfp4_linear,
@@ -36,6 +37,7 @@ __all__ = [
     "matvec",
     "mla_decode",
     "mla_prefill",
+    "mxfp4_combine",
     "mxfp4_dequantize",
     "mxfp4_experts",
     "mxfp4_linear",

@@ -138,12 +138,12 @@ class TierStore:
             self.pool.share_block(block)
         slot = new_slot()
         while slot is not None and len(held) * self.block_size < position:
-            block = new_block()
-            if block is None:
+            added = new_block()
+            if added is None:
                 self.pool.free_slot(slot)
                 slot = None
             else:
-                held.append(block)
+                held.append(added)
         if slot is not None:
             names = iter(request.fetch_keys)
             try:

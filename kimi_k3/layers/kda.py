@@ -69,8 +69,10 @@ class KimiDeltaAttention(nn.Module):
     def forward(self, x_TD: Tensor, batch: PackedBatch, pools: tuple[Tensor, ...]) -> Tensor:
         state_pool, conv_pool = pools
         slots = (batch.read_slots, batch.write_slots)
-        exports = () if batch.export_at is None else (batch.export_at, batch.export_slots)
-        is_step = batch.is_decode and not exports
+        exports = (
+            None if batch.export_at is None or batch.export_slots is None else (batch.export_at, batch.export_slots)
+        )
+        is_step = batch.is_decode and exports is None
         run = partial(project, is_decode=batch.is_decode, is_invariant=batch.is_invariant)
         apply = by_rows if batch.is_invariant else at_once
         gate_proj = self.g_proj if self.use_full_rank_gate else self.g_a_proj
@@ -80,7 +82,7 @@ class KimiDeltaAttention(nn.Module):
         taps_C1W = torch.cat([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight])
         if is_step:
             qkv_TC = short_conv_step_(qkv_TC, taps_C1W[:, 0], conv_pool, *slots)
-        elif exports:
+        elif exports is not None:
             qkv_TC = short_conv_export(qkv_TC, taps_C1W[:, 0], conv_pool, *slots, batch.cu_seqlens, *exports)
         else:
             qkv_TC = short_conv(qkv_TC, taps_C1W[:, 0], conv_pool, *slots, batch.cu_seqlens)
@@ -95,9 +97,9 @@ class KimiDeltaAttention(nn.Module):
         tokens = (q_THK, k_THK, v_THV, log_decay_THK, beta_TH)
         if is_step:
             o_THV = kda_step_(*tokens, state_pool, *slots)
-        elif exports:
-            scan = kda_recurrent_export if batch.is_invariant else kda_chunk_export
-            o_THV = scan(*tokens, state_pool, *slots, batch.cu_seqlens, *exports)
+        elif exports is not None:
+            export_scan = kda_recurrent_export if batch.is_invariant else kda_chunk_export
+            o_THV = export_scan(*tokens, state_pool, *slots, batch.cu_seqlens, *exports)
         else:
             scan = kda_recurrent if batch.is_invariant else kda_chunk
             o_THV = scan(*tokens, state_pool, *slots, batch.cu_seqlens)

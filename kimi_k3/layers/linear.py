@@ -42,4 +42,6 @@ def _in_blocks(projection: nn.Linear, x_TD: Tensor) -> Tensor:
 def _is_plain(projection: nn.Linear) -> bool:
     # accelerate replaces `forward` and leaves `_hf_hook`: its weight may be elsewhere until the module is called.
     is_hooked = projection._forward_hooks or projection._forward_pre_hooks or hasattr(projection, "_hf_hook")
-    return type(projection) is nn.Linear and type(projection.weight) is nn.Parameter and not is_hooked
+    # On a mesh the class is one that reads its local part, a plain tensor, and runs this same forward.
+    is_linear = isinstance(projection, nn.Linear) and type(projection).forward is nn.Linear.forward
+    return is_linear and type(projection.weight) in (nn.Parameter, Tensor) and not is_hooked

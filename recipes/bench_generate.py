@@ -1,11 +1,14 @@
 """Prefill and decode speed of a checkpoint beside this machine's own ceilings, measured in the same run.
 
     python recipes/bench_generate.py --model DIR --prompt-tokens 512,2048 --new-tokens 64 [--batch 1,4,16] [--depth D]
-        [--compile] [--explain] --json
+        [--compile] [--explain] [--engine] --json
 
 Prefill is measured for each count of prompt tokens, decode for each batch after --depth tokens, or after the first count.
 --explain says where a decoded token's time goes: ops a token, time by group, and what the weight readers reach of the read
 bandwidth; with --compile also graphs and the time of the first calls, which is the compile time with cold caches.
+
+--engine runs each batch through KimiK3Generator as well: requests of --prompt-tokens and --new-tokens that start together,
+greedy and sampled; its tokens/s are those of the steps in which all decode, its overhead what is not the forward.
 
 Ceilings, in a child process: decode, read bandwidth (torch.sum over 1 GiB of int64, best of 10) over the bytes of the
 weights that one token reads; prefill, the bf16 GEMM rate (F.linear 1536 -> 2560 at 512 rows over 6 weights, best of 20)
@@ -24,7 +27,7 @@ from pathlib import Path
 import torch
 from torch._dynamo.utils import counters
 
-from kimi_k3 import KimiK3Config, KimiK3ForCausalLM
+from kimi_k3 import KimiK3Config, KimiK3ForCausalLM, KimiK3Generator, SamplingParams
 from kimi_k3.planning import Plan
 
 FIRST_TOKEN_PROMPT = 32
@@ -147,6 +150,27 @@ def decode(model: KimiK3ForCausalLM, cache, token: torch.Tensor, steps: int) -> 
         token = model(token, past_key_values=cache, logits_to_keep=1).logits[:, -1].argmax(-1, keepdim=True)
 
 
+def measure_engine(
+    model: KimiK3ForCausalLM, prompts: torch.Tensor, new_tokens: int, temperature: float
+) -> dict[str, float]:
+    """Decode speed of all rows together through the engine, and its time outside of the forward."""
+    params = SamplingParams(max_new_tokens=new_tokens, temperature=temperature, seed=0, ignore_eos=True)
+    rows = prompts.shape[0]
+    with KimiK3Generator(model, max_num_seqs=rows, prefix_cache=False) as gen:
+        for prompt in prompts.tolist():
+            gen.add(prompt, params)
+        decoded = seconds = forward = 0.0
+        while gen.has_unfinished():
+            before = gen.stats()
+            gen.step()
+            after = gen.stats()
+            if after.get("prefill_tokens", 0) == before.get("prefill_tokens", 0):
+                decoded += after["generated_tokens"] - before["generated_tokens"]
+                seconds += after["step_seconds"] - before["step_seconds"]
+                forward += after["forward_seconds"] - before["forward_seconds"]
+    return {"tokens_per_s": decoded / seconds, "overhead": 1 - forward / seconds}
+
+
 def counts(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
@@ -160,6 +184,7 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=0, help="decode after so many tokens (default: --prompt-tokens)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--engine", action="store_true", help="each batch through KimiK3Generator too")
     parser.add_argument("--explain", action="store_true", help="where a decoded token's time goes")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--ceilings", action="store_true", help=argparse.SUPPRESS)
@@ -202,6 +227,11 @@ def main() -> None:
         decode(model, cache, token, args.new_tokens)
         decodes[batch] = batch * args.new_tokens / (time.perf_counter() - start)
     peak_rss_bytes = memory_bytes("VmHWM")
+    engines = {
+        f"{kind}, {batch}": measure_engine(model, prompt(batch, args.prompt_tokens[0]), args.new_tokens, temperature)
+        for kind, temperature in (("greedy", 0.0), ("sampled", 1.0))
+        for batch in (args.batch if args.engine else ())
+    }
 
     child = [sys.executable, __file__, "--ceilings", "--threads", str(args.threads), "--model", str(args.model)]
     ceilings = json.loads(subprocess.run(child, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
@@ -213,6 +243,7 @@ def main() -> None:
         "ceiling_decode_tokens_per_s": ceilings["read_bytes_per_s"] / sum(read_bytes.values()),
         "prefill_by_prompt_tokens": prefills,
         "decode_by_batch": decodes,
+        "engine": engines,
         "first_token_s": first_token_s,
         "first_calls_s": first_calls_s,
         "load_s": load_s,
@@ -231,6 +262,10 @@ def main() -> None:
         for count, speed in rates.items():
             share = speed / result[f"ceiling_{name}_tokens_per_s"]
             print(f"{name:8} {count:6} {what:6} {speed:10.2f} tokens/s, {share:5.2f} x the ceiling")
+    for name, figures in engines.items():
+        share = figures["tokens_per_s"] / result["ceiling_decode_tokens_per_s"]
+        overhead = f"{100 * figures['overhead']:.1f} % outside of the forward"
+        print(f"engine   {name:13} {figures['tokens_per_s']:10.2f} tokens/s, {share:5.2f} x the ceiling, {overhead}")
     print(
         f"ceilings {result['ceiling_prefill_tokens_per_s']:.1f} tokens/s of prefill, "
         f"{result['ceiling_decode_tokens_per_s']:.1f} of decode by one row"

@@ -21,6 +21,7 @@ from kimi_k3.engine.prefix_index import Evicted, PrefixIndex, Snapshot, chain, c
 from kimi_k3.engine.request import GenerationResult, Request, RequestOutput, TokenLogprobs
 from kimi_k3.engine.runner import Piece, Runner
 from kimi_k3.engine.scheduler import SCHEDULERS, Candidate, Resources
+from kimi_k3.engine.tier_format import LossyCodec
 from kimi_k3.engine.tier_store import TierStore
 from kimi_k3.generation import StopText, end_ids
 from kimi_k3.sampling import SamplingParams, fresh_seed, penalize, sample
@@ -67,6 +68,9 @@ class KimiK3Generator:
         if max_tokens_per_step < min(block_size, max_num_seqs):
             wanted = f"max_tokens_per_step >= {min(block_size, max_num_seqs)}"
             raise ValueError(f"KimiK3Generator: want {wanted}, got {max_tokens_per_step}")
+        lossy = [tier.name for tier in tiers if tier.codec != LossyCodec()]
+        if batch_invariant and lossy:
+            raise ValueError(f"KimiK3Generator: batch_invariant wants exact tiers, got lossy ones: {lossy}")
         self.model, self.tokenizer = model, tokenizer
         self.max_num_seqs, self.max_tokens_per_step, self.block_size = max_num_seqs, max_tokens_per_step, block_size
         self.prefix_cache, self.scheduler = prefix_cache, scheduler
@@ -155,7 +159,7 @@ class KimiK3Generator:
             rid=rid, prompt=list(ids), params=params, seed=seed, priority=priority, root=root, chain=keys,
             boundaries=frozenset(boundaries | {len(ids)}), embeds=embeds,
             deadline=float("inf") if timeout is None else time.monotonic() + timeout,
-            ends=self._ends | frozenset(params.stop_token_ids),
+            ends=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._ends),
             decoder=None if self.tokenizer is None else self.tokenizer.stream_decoder(),
             shown=StopText(params.stop), parent=first, last_step=self.num_steps,
         )  # fmt: skip

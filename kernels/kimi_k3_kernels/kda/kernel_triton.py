@@ -321,7 +321,7 @@ def _run_chunks(
                 out_part, w, u, cumulative, B, q_part, k_part, state_pool, read_slots, write_slots, copies, copied,
                 cu_seqlens, at, to, num_exports, state_pool.shape[0], size, heads, first, key_dim, value_dim, *q.stride(),
                 *k.stride(), *out.stride()[:2], *state_pool.stride(), CHUNK=CHUNK, BLOCK_K=block_k, BLOCK_V=part_v,
-                PRECISION=precision, EXPORT=num_exports, num_warps=8, num_stages=1,
+                PRECISION=precision, EXPORT=num_exports > 0, num_warps=8, num_stages=1,
             )  # fmt: skip
     return out
 

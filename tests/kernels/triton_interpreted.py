@@ -81,12 +81,15 @@ def check_kda(inputs: list[Tensor], pool: Tensor, reads: Tensor, writes: Tensor,
     assert_near(got_pool, want_pool, 5e-6)
 
 
-@pytest.mark.parametrize("tokens", [1, 15, 17, 64, 65])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("tokens", [1, 17, 65, *(pytest.param(n, marks=SLOW) for n in (15, 16, 63, 64, 130))])
 def test_kda_chunk(tokens: int):
     check_kda(kda_inputs(tokens, 1, 8, 12, torch.float32), normal(2, 1, 8, 12), slots(0), slots(1), [tokens])
 
 
-@pytest.mark.parametrize("lowest", [-1e-3, -5.0, -200.0])
+@pytest.mark.parametrize("lowest", [-5.0, -200.0, pytest.param(-1e-3, marks=SLOW)])
 def test_kda_chunk_at_all_decays(lowest: float):
     inputs = kda_inputs(33, 1, 8, 12, torch.float32, lowest)
     inputs[3][:, :, ::2] = lowest  # some channels always at the bound
@@ -281,9 +284,10 @@ def expert_arguments(
     return [x, ids, weights, *(t for stack in stacks for t in stack), table]
 
 
-@pytest.mark.parametrize("linear_beta", [25.0, None])
+@pytest.mark.parametrize("linear_beta", [25.0, pytest.param(None, marks=SLOW)])
 @pytest.mark.parametrize(
-    ("tokens", "choices", "num_slots", "width", "latent"), [(1, 2, 3, 32, 32), (21, 3, 5, 96, 96), (17, 1, 1, 64, 64)]
+    ("tokens", "choices", "num_slots", "width", "latent"),
+    [(1, 2, 3, 32, 32), (17, 1, 1, 96, 64), pytest.param(37, 3, 5, 96, 160, marks=SLOW)],
 )
 def test_mxfp4_experts(tokens: int, choices: int, num_slots: int, width: int, latent: int, linear_beta: float | None):
     arguments = expert_arguments(tokens, choices, num_slots, width, latent, torch.float32)

@@ -26,7 +26,6 @@ from kimi_k3_kernels.gpu import (
     num_places,
     only_if,
     search_steps,
-    solve_precision,
     target_of,
 )
 from kimi_k3_kernels.short_conv.kernel_triton import copy_overwritten
@@ -315,7 +314,7 @@ def _run_chunks(
                     w, u, cumulative, B, q_part, k_part, v_part, decay_part, beta_part, cu_seqlens, count,
                     search_steps(count), size, key_dim, value_dim, *q.stride(), *k.stride(), *v.stride(),
                     *log_decay.stride(), *beta.stride(), CHUNK=CHUNK, TILE=TILE, BLOCK_K=block_k, BLOCK_V=block_v,
-                    PRECISION=precision, SOLVE=solve_precision(q.dtype, target), num_warps=4,
+                    PRECISION=precision, SOLVE=dot_precision(torch.float32, target), num_warps=4,
                 )  # fmt: skip
             _scan_kernel[(count, size, triton.cdiv(value_dim, part_v))](
                 out_part, w, u, cumulative, B, q_part, k_part, state_pool, read_slots, write_slots, copies, copied,

@@ -31,7 +31,8 @@ def load(name: str) -> KimiK3ForCausalLM:
     return KimiK3ForCausalLM.from_pretrained(path, dtype=dtype, experts="mxfp4", progress=False)
 
 
-NAMES = ["golden", "smooth", "demo", "demo-bf16", "random", "random-mxfp4", "random-float64"]
+SLOW = ["demo-bf16", "random", "random-float64"]
+NAMES = ["golden", "smooth", "demo", "random-mxfp4", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -39,14 +40,6 @@ def model(request: pytest.FixtureRequest) -> KimiK3ForCausalLM:
     model = load(request.param)
     model.set_batch_invariant(True)
     return model
-
-
-@pytest.fixture(params=[1, 2])
-def threads(request: pytest.FixtureRequest):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)
@@ -94,14 +87,31 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_token_has_the_same_bits_in_every_form(model: KimiK3ForCausalLM, threads: int, form: str) -> None:
+def assert_same_bits(model: KimiK3ForCausalLM, form: str) -> None:
     ids = random_ids(model.config, 1, TOKENS)
     whole, got = model(ids).logits[0], FORMS[form](model, ids)
     if form == "the last logits only":
         whole = whole[::30]
     different = (got != whole).any(-1).nonzero().flatten().tolist()
     assert got.shape == whole.shape and not different, f"{len(different)} positions differ, first {different[:3]}"
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_token_has_the_same_bits_in_every_form(model: KimiK3ForCausalLM, form: str) -> None:
+    assert_same_bits(model, form)
+
+
+@pytest.mark.parametrize("form", ["in pieces of 64", "token by token", "beside seven others"])
+@pytest.mark.parametrize("threads", [2, 3])
+def test_and_with_more_threads(threads: int, form: str) -> None:
+    model = load("demo")
+    model.set_batch_invariant(True)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert_same_bits(model, form)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_without_the_mode_bits_do_depend_on_the_form() -> None:
@@ -137,6 +147,7 @@ def test_generation_does_not_depend_on_pieces_or_company(model: KimiK3ForCausalL
         assert torch.equal(alone[0, 20 - start :], together[row, 20:])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.environ.get("KIMI_K3_NATIVE") == "0", reason="this is the run that it starts")
 def test_the_references_keep_the_promise_too(request: pytest.FixtureRequest) -> None:
     run = subprocess.run(

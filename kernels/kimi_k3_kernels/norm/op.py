@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,7 @@ from kimi_k3_kernels.library import define_op, require
 from kimi_k3_kernels.norm.reference import gated_rms_norm_reference, rms_norm_reference
 
 
-def _contiguous(reference):
+def _contiguous(reference: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda *inputs: reference(*inputs).contiguous()
 
 

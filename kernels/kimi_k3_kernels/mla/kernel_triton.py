@@ -226,13 +226,14 @@ def _earlier_tokens(
     context_THR = torch.empty((tokens, heads, rank), dtype=q.dtype, device=q.device)
     lse_TH = torch.empty((tokens, heads), dtype=torch.float32, device=q.device)
     target = target_of(q.device)
-    rows, keys = _tile(q.dtype, target)
+    (rows, keys), precision = _tile(q.dtype, target), dot_precision(q.dtype, target)
     count = past_lens.shape[0]
     _latent_kernel[(num_places(tokens * heads, rows, count), 1)](
         context_THR, lse_TH, queries, latent_pool, block_tables, past_lens, cu_seqlens, scale * LOG2_E, count,
         search_steps(count), heads, rank, rank + width_q - nope, page, block_tables.shape[1], latent_pool.shape[0], 1,
         *queries.stride(), *latent_pool.stride(), *block_tables.stride(), BLOCK_M=rows, BLOCK_N=keys,
-        BLOCK_R=block_of(rank), BLOCK_S=block_of(width_q - nope), DECODE=False, PRECISION=dot_precision(q.dtype, target), num_warps=8, num_stages=2,
+        BLOCK_R=block_of(rank), BLOCK_S=block_of(width_q - nope), DECODE=False, PRECISION=precision,
+        num_warps=8, num_stages=2,
     )  # fmt: skip
     return torch.einsum("thr,hvr->thv", context_THR, weight_HOR[:, nope:]), lse_TH
 

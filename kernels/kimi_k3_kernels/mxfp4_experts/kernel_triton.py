@@ -237,12 +237,13 @@ def mxfp4_linear(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
     if out.numel() == 0:
         return out
     rows_TI = x.reshape(-1, x.shape[-1])
-    tiles = _tiles(rows_TI.shape[0], x.dtype)
+    tiles, precision = _tiles(rows_TI.shape[0], x.dtype), dot_precision(x.dtype, target_of(x.device))
     grid = (triton.cdiv(packed.shape[0], tiles["BLOCK_N"]), triton.cdiv(rows_TI.shape[0], tiles["BLOCK_M"]))
     with torch.cuda.device_of(x):
         _linear_kernel[grid](
             out, rows_TI, packed, scale, rows_TI.shape[0], packed.shape[0], x.shape[-1], *rows_TI.stride(),
-            *packed.stride(), *scale.stride(), **tiles, SCALED=_is_scaled(x.dtype, x.device), PRECISION=dot_precision(x.dtype, target_of(x.device)),
+            *packed.stride(), *scale.stride(), **tiles, SCALED=_is_scaled(x.dtype, x.device),
+            PRECISION=precision,
         )  # fmt: skip
     return out
 

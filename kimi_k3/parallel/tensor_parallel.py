@@ -177,7 +177,13 @@ def reads_locally_(module: nn.Module, readers: dict[str, Callable[[Tensor], Tens
     """Give a module a class of its own in which `module.weight` is the local part; `_parameters` keeps the DTensor."""
 
     def reading(leaf: str, read: Callable[[Tensor], Tensor]) -> property:
-        return property(lambda self: read(self._parameters[leaf]))
+        def get(self: nn.Module) -> Any:
+            parameter: Any = self._parameters[leaf]
+            # On two axes it is FSDP2's sharded form, which FSDP2 alone reads: the layer runs on the unsharded one.
+            is_fsdp = isinstance(parameter, DTensor) and len(parameter.placements) > 1
+            return parameter if is_fsdp else read(parameter)
+
+        return property(get)
 
     kind = type(module)
     properties = {leaf: reading(leaf, read) for leaf, read in readers.items()}

@@ -6,17 +6,23 @@ then fills one parameter after another from plain file reads. What a tensor is, 
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
+import os
 import re
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from threading import Event, Lock
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from kimi_k3.configuration_kimi_k3 import KimiK3Config
+from kimi_k3.configuration_kimi_k3 import MXFP4_GROUP, KimiK3Config
 from kimi_k3.hub import COMPANION_FILES, HubOptions, push_to_hub, resolve_file, resolve_files
 from kimi_k3.inventory import (
     CheckpointSource,
@@ -30,8 +36,8 @@ from kimi_k3.inventory import (
 )
 from kimi_k3.layers.moe import KimiK3Experts
 from kimi_k3.preflight import available_memory, check_memory
-from kimi_k3.saving import save_pretrained
-from kimi_k3.shards import DTYPES, INDEX_FILE, SINGLE_FILE, CheckpointError, ShardReader, StoredTensor
+from kimi_k3.saving import is_dtensor, save_pretrained
+from kimi_k3.shards import DTYPES, INDEX_FILE, SINGLE_FILE, CheckpointError, Region, ShardReader, StoredTensor
 from kimi_k3.tensor_layout import (
     VISION_PREFIXES,
     TensorSpec,
@@ -45,19 +51,41 @@ from kimi_k3.tensor_layout import (
 )
 from kimi_k3_kernels import mxfp4_dequantize
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 logger = logging.getLogger("kimi_k3")
 
 Model = TypeVar("Model", bound=nn.Module)
 FLOAT_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
+MOST_READERS = 4  # threads that fill a CPU's memory; copying out of the page cache takes one core 1 GB/s and less
+HUGE_PAGE, MADV_HUGEPAGE = 2 << 20, 14  # bytes; the number in Linux's uapi/asm-generic/mman-common.h
 
 
 class LoadPart(NamedTuple):
     """One read: into all of a module tensor, or into one expert's slice of it."""
 
     module_name: str
-    expert: int | None
+    expert: int | None  # its place in the stack that is being filled
     stored: StoredTensor
     scale: StoredTensor | None = None  # of packed bytes that are decoded on the way
+    region: Region | None = None  # on a mesh: the part of this (decoded) matrix that the rank holds
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that are read for it."""
+        total = self.stored.num_bytes + (0 if self.scale is None else self.scale.num_bytes)
+        if self.region is None:
+            return total
+        whole = self.stored.shape[self.region.dim] * (2 if self.scale is not None and self.region.dim == 1 else 1)
+        return total * self.region.length // whole
+
+
+class ReadPlan(NamedTuple):
+    model: Any
+    parts: list[LoadPart]  # in file order
+    tensors: dict[str, TensorSpec]  # the shape and dtype of each parameter, or of this rank's part of it
+    source: CheckpointSource
 
 
 def load_pretrained(
@@ -85,7 +113,9 @@ def load_pretrained(
             and streamed from the source on save.
         dtype: "auto" keeps the stored dtypes. torch.bfloat16 does so for the tensors that the release keeps in float32;
             torch.float32 and torch.float64 convert everything (but packed experts).
-        device: of all parameters; default: torch's default device.
+        device: of all parameters; default: torch's default device, or the mesh's.
+        mesh: a DeviceMesh with axes "tp" or "ep" (`kimi_k3.parallel.make_mesh`): every parameter becomes a DTensor, placed by
+            the table in parallel/tensor_parallel.py, and each rank reads its own bytes only. Every rank calls it.
         device_map: "auto" or module name -> device, "cpu" or "disk", through accelerate; what is on "disk" is read from
             the checkpoint's own shards when its layer runs. Final norms and head stay on the main device.
         experts: "mxfp4" keeps packed bytes. A layer that is stored with plain experts stays plain, and a warning says so.
@@ -102,24 +132,77 @@ def load_pretrained(
         InsufficientResources: before anything is downloaded or read that cannot fit.
         CheckpointError (a ValueError): file and tensor that are missing, unexpected, doubled, truncated or wrong.
         FileNotFoundError: no such folder, repository or file.
-        ValueError: an argument that is none of the above; NotImplementedError: `mesh`.
+        ValueError: an argument that is none of the above, or sizes that the mesh cannot cut.
     """
     _check_options(dtype, mesh, experts, trunk, verify, device, device_map, layers)
     hub = HubOptions(revision, cache_dir, token, local_files_only)
     config = KimiK3Config.from_pretrained(path_or_repo, **hub._asdict())
     text = config.text_config
     layers = range(text.num_hidden_layers) if layers is None else layers
-    target = torch.get_default_device() if device is None else _usable_device(device)
+    if device is None:
+        target = torch.get_default_device() if mesh is None else _device_of(mesh)
+    else:
+        target = _usable_device(device)
 
     if device_map is None:  # a first look, from the config alone: no index, no download
         packed = config.quantization_config is not None and experts == "mxfp4"
         outline = {n: s for n, s in expected_tensors(config, packed).items() if not n.startswith(VISION_PREFIXES)}
+        if mesh is not None:
+            from kimi_k3.parallel.tensor_parallel import check_sizes, local_shape
+
+            check_sizes(text, mesh)
+            outline = {n: TensorSpec(local_shape(n, s.shape, mesh), s.dtype) for n, s in outline.items()}
         check_memory(config, outline, {n: _loaded_dtype(n, s.dtype, dtype) for n, s in outline.items()}, layers, target)
 
+    model, parts, plan, source = plan_reads(
+        cls, path_or_repo, config=config, dtype=dtype, mesh=mesh, experts=experts, layers=layers, hub=hub, verify=verify
+    )
+    if device_map is not None:
+        from kimi_k3.offload import load_dispatched
+
+        load_dispatched(model, device_map, parts, plan, progress)
+    else:
+        check_memory(config, plan, {name: spec.dtype for name, spec in plan.items()}, layers, target)
+        source.bytes_read = load_parts(model, parts, plan, target, progress)
+    _assert_complete(model, allow_meta=device_map is not None)
+    model.checkpoint_source = source
+    generation = source.folder / "generation_config.json"
+    if generation.is_file():
+        model.generation_config = json.loads(generation.read_text())
+    if trunk == "int8":
+        from kimi_k3.quantization import quantize_trunk_int8_
+
+        quantize_trunk_int8_(model)
+    return model.eval()
+
+
+def plan_reads(
+    cls: type[Model],
+    path_or_repo: str | Path,
+    *,
+    config: KimiK3Config | None = None,
+    dtype: str | torch.dtype = "auto",
+    mesh: DeviceMesh | None = None,
+    experts: str = "mxfp4",
+    layers: range | None = None,
+    hub: HubOptions | None = None,
+    verify: str | None = "size",
+) -> ReadPlan:
+    """A model without values, and every read that fills it: this rank's alone, on a mesh. Reads headers and index only.
+
+    Arguments and errors as `load_pretrained`.
+    """
+    hub = HubOptions() if hub is None else hub
+    config = KimiK3Config.from_pretrained(path_or_repo, **hub._asdict()) if config is None else config
+    layers = range(config.text_config.num_hidden_layers) if layers is None else layers
     index = find_index(path_or_repo, hub)
     packed_layers = packed_layers_of(index)
     _report_disagreement(config, packed_layers)
     model = _meta_model(cls, config, experts, packed_layers, layers)
+    if mesh is not None:
+        from kimi_k3.parallel.tensor_parallel import parallelize
+
+        parallelize(model, mesh)
     where = f"{path_or_repo}: {SINGLE_FILE if set(index.weight_map.values()) == {SINGLE_FILE} else INDEX_FILE}"
     needed, carried = _select_tensors(model, config, index.weight_map, packed_layers, layers, where)
 
@@ -140,31 +223,17 @@ def load_pretrained(
     parts = _parts(model, needed, stored)
     plan = _planned_tensors(model, parts, dtype)
 
-    if device_map is not None:
-        from kimi_k3.offload import load_dispatched
-
-        load_dispatched(model, device_map, parts, plan, progress)
-    else:
-        check_memory(config, plan, {name: spec.dtype for name, spec in plan.items()}, layers, target)
-        load_parts(model, parts, plan, target, progress)
-    _assert_complete(model, allow_meta=device_map is not None)
-    model.checkpoint_source = source  # type: ignore[assignment]
-    generation = folder / "generation_config.json"
-    if generation.is_file():
-        model.generation_config = json.loads(generation.read_text())
-    if trunk == "int8":
-        from kimi_k3.quantization import quantize_trunk_int8_
-
-        quantize_trunk_int8_(model)
-    return model.eval()
+    return ReadPlan(model, parts, plan, source)
 
 
 def _check_options(
     dtype: str | torch.dtype, mesh: Any, experts: str, trunk: str | None, verify: str | None,
     device: str | torch.device | None, device_map: str | dict[str, Any] | None, layers: range | None,
 ) -> None:  # fmt: skip
-    if mesh is not None:
-        raise NotImplementedError("from_pretrained: mesh: loading onto a device mesh is not built yet")
+    if mesh is not None and not hasattr(mesh, "mesh_dim_names"):
+        raise ValueError(f"from_pretrained: mesh: want a DeviceMesh (kimi_k3.parallel.make_mesh), got {mesh!r}")
+    if mesh is not None and (trunk is not None or device_map is not None):
+        raise ValueError("from_pretrained: want mesh, or one of trunk and device_map, got both")
     if dtype != "auto" and dtype not in FLOAT_DTYPES:
         raise ValueError(f"from_pretrained: dtype: want 'auto' or one of {FLOAT_DTYPES}, got {dtype!r}")
     for name, given, allowed in (
@@ -182,6 +251,10 @@ def _check_options(
         )
     if trunk is not None and device_map is not None:
         raise ValueError("from_pretrained: want trunk or device_map: offloaded weights stay as they are stored")
+
+
+def _device_of(mesh: DeviceMesh) -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
 
 
 def _usable_device(device: str | torch.device) -> torch.device:
@@ -318,71 +391,184 @@ def _parts(model: nn.Module, needed: list[str], stored: dict[str, StoredTensor])
         elif module_name.endswith("_packed"):
             scale = file_name_of(module_name.removesuffix("_packed") + "_scale", expert)
             parts.append(LoadPart(module_name.removesuffix("_packed"), expert, stored[name], stored[scale]))
+    boxes = {name: _box_of(parameter) for name, parameter in held.items()}
+    parts = [local for part in parts if (local := _local_part(part, boxes[part.module_name])) is not None]
     return sorted(parts, key=lambda part: (part.stored.file, part.stored.start))
 
 
+class Box(NamedTuple):
+    """This rank's part of a DTensor."""
+
+    whole: tuple[int, ...]
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+
+
+def _box_of(parameter: Any) -> Box | None:
+    if not is_dtensor(parameter):
+        return None
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return Box(tuple(parameter.shape), tuple(shape), tuple(offset))
+
+
+def _local_part(part: LoadPart, box: Box | None) -> LoadPart | None:
+    """What of a read this rank's part of a parameter needs; None: nothing."""
+    if box is None:
+        return part
+    whole, shape, offset = box
+    expert = part.expert
+    if expert is not None:
+        if not offset[0] <= expert < offset[0] + shape[0]:
+            return None
+        part = part._replace(expert=expert - offset[0])
+        shape, offset, whole = shape[1:], offset[1:], whole[1:]
+    cut = [dim for dim in range(len(whole)) if shape[dim] != whole[dim]]
+    if not cut:
+        return part
+    (dim,) = cut  # every parameter lies on one axis
+    return part._replace(region=Region(dim, offset[dim], shape[dim])) if shape[dim] else None
+
+
 def _planned_tensors(model: nn.Module, parts: list[LoadPart], dtype: str | torch.dtype) -> dict[str, TensorSpec]:
-    """The shape and dtype that each parameter will have."""
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    """The shape and dtype that each parameter will have: of this rank's part, on a mesh."""
+    held = dict(model.named_parameters())
+    shapes = {name: tuple(local.shape) for name, local in zip(held, map(_local_of, held.values()))}
     plan = {}
     for part in parts:
         if part.module_name in plan:
             continue
         plain = DTYPES[part.stored.dtype] if part.scale is None else torch.bfloat16
-        shape = part.stored.shape if part.expert is None else shapes[part.module_name]
+        is_stored_whole = part.expert is None and part.region is None
+        shape = part.stored.shape if is_stored_whole else shapes[part.module_name]
         plan[part.module_name] = TensorSpec(shape, _loaded_dtype(part.module_name, plain, dtype))
     return plan
 
 
+def _local_of(parameter: Any) -> Tensor:
+    return parameter._local_tensor if is_dtensor(parameter) else parameter
+
+
 def read_part(reader: ShardReader, part: LoadPart, destination: Tensor, a_log_heads: int) -> None:
     """Read one part into its tensor (or its expert's slice of it), decoding if it has a scale, and check its values."""
+    region = part.region
     if part.scale is not None:
-        packed, scale = reader.read(part.stored), reader.read(part.scale)
+        if region is None:
+            packed, scale = reader.read(part.stored), reader.read(part.scale)
+        else:
+            per_byte, group = (2, MXFP4_GROUP) if region.dim == 1 else (1, 1)
+            packed, scale = (
+                reader.read_region(stored, Region(region.dim, region.start // unit, region.length // unit))
+                for stored, unit in ((part.stored, per_byte), (part.scale, group))
+            )
         check_values(part.scale, f"{part.module_name}_scale", scale, a_log_heads)
         destination.copy_(mxfp4_dequantize(packed, scale, destination.dtype))
         return
-    reader.read_into(part.stored, destination)
+    if region is None:
+        reader.read_into(part.stored, destination)
+    else:
+        destination.copy_(reader.read_region(part.stored, region))
     check_values(part.stored, part.module_name, destination, a_log_heads)
 
 
 def set_parameter(model: nn.Module, name: str, tensor: Tensor) -> None:
     owner_name, _, leaf = name.rpartition(".")
     owner = model.get_submodule(owner_name)
-    owner.register_parameter(leaf, nn.Parameter(tensor, requires_grad=owner.get_parameter(leaf).requires_grad))
+    old: Any = owner._parameters[leaf]  # not the attribute, which on a mesh is the local part
+    if is_dtensor(old):
+        from torch.distributed.tensor import DTensor
+
+        # A replicated one may be stored longer than it was built (A_log).
+        meta = torch.empty(old.shape if any(p.is_shard() for p in old.placements) else tensor.shape, device="meta")
+        tensor = DTensor.from_local(
+            tensor, old.device_mesh, old.placements, run_check=False, shape=meta.shape, stride=meta.stride()
+        )
+    owner.register_parameter(leaf, nn.Parameter(tensor, requires_grad=old.requires_grad))
 
 
 def _is_cache_to_be_dropped(parts: list[LoadPart]) -> bool:
     """Page cache is worth keeping, for the next load, only if files and model fit side by side."""
-    return 2 * sum(part.stored.num_bytes for part in parts) > available_memory(torch.device("cpu"))
+    return 2 * sum(part.num_bytes for part in parts) > available_memory(torch.device("cpu"))
+
+
+def _empty(spec: TensorSpec, device: torch.device) -> Tensor:
+    """Memory for one parameter; on a CPU in huge pages where Linux has them: decode is bound by reading the weights,
+    and with pages of 4 KiB much of that time goes into page tables."""
+    tensor = torch.empty(spec.shape, dtype=spec.dtype, device=device)
+    if device.type == "cpu" and _madvise is not None:
+        # Whole huge pages inside the tensor, so that none reaches memory which nobody asked for.
+        start = -(-tensor.data_ptr() // HUGE_PAGE) * HUGE_PAGE
+        end = (tensor.data_ptr() + tensor.nbytes) // HUGE_PAGE * HUGE_PAGE
+        if start < end:
+            _madvise(
+                start, end - start, MADV_HUGEPAGE
+            )  # advice: a kernel without huge pages refuses, and nothing is lost
+    return tensor
+
+
+def _linux_madvise() -> Any:
+    if sys.platform != "linux":
+        return None
+    madvise = getattr(ctypes.CDLL(None), "madvise", None)
+    if madvise is not None:
+        madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return madvise
+
+
+_madvise = _linux_madvise()
 
 
 @torch.no_grad()
 def load_parts(
     model: nn.Module, parts: list[LoadPart], plan: dict[str, TensorSpec], device: torch.device, progress: bool
-) -> None:
-    """Give the planned parameters memory on a device and fill them, shard by shard."""
+) -> int:
+    """Give the planned parameters memory on a device and fill them, shard by shard; on a CPU a few shards
+    at once. Returns the bytes read for them."""
     from huggingface_hub.utils import tqdm
 
     config: KimiK3Config = model.config  # type: ignore[assignment]
     heads = config.text_config.kda_num_heads
     filled: dict[str, Tensor] = {}
-    total = sum(part.stored.num_bytes for part in parts)
+    total = sum(part.num_bytes for part in parts)
+    drop_cache = _is_cache_to_be_dropped(parts)
     bar = tqdm(total=total, unit="B", unit_scale=True, desc="Loading", disable=None if progress else True)
-    with bar, ShardReader(drop_cache=_is_cache_to_be_dropped(parts)) as reader:
-        for part in parts:
-            tensor = filled.get(part.module_name)
-            if tensor is None:
-                spec = plan[part.module_name]
-                tensor = filled[part.module_name] = torch.empty(spec.shape, dtype=spec.dtype, device=device)
-            read_part(reader, part, tensor if part.expert is None else tensor[part.expert], heads)
-            bar.update(part.stored.num_bytes)
+    lock, stopped = Lock(), Event()  # of `filled` and the bar; set when one shard failed
+
+    def load_shard(shard: list[LoadPart]) -> int:
+        try:
+            with ShardReader(drop_cache) as reader:
+                for part in shard:
+                    if stopped.is_set():
+                        break
+                    with lock:
+                        tensor = filled.get(part.module_name)
+                        if tensor is None:
+                            tensor = filled[part.module_name] = _empty(plan[part.module_name], device)
+                    read_part(reader, part, tensor if part.expert is None else tensor[part.expert], heads)
+                    with lock:
+                        bar.update(part.num_bytes)
+                return reader.bytes_read
+        except BaseException:
+            stopped.set()
+            raise
+
+    shards = [list(shard) for _, shard in groupby(parts, key=lambda part: part.stored.file)]
+    readers = min(MOST_READERS, os.cpu_count() or 1) if device.type == "cpu" else 1
+    with bar, ThreadPoolExecutor(readers) as pool:
+        try:
+            bytes_read = sum(pool.map(load_shard, shards))
+        except BaseException:  # Ctrl-C too: no reader goes on to the end of its shard
+            stopped.set()
+            raise
     for name, tensor in filled.items():
         set_parameter(model, name, tensor)
+    return bytes_read
 
 
 def _assert_complete(model: nn.Module, allow_meta: bool) -> None:
     named = [*model.named_parameters(), *model.named_buffers()]
-    left = [name for name, tensor in named if tensor.is_meta]
+    left = [name for name, tensor in named if _local_of(tensor).is_meta]
     assert allow_meta or not left, f"no values for {left}"
 
 

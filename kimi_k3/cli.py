@@ -1,4 +1,4 @@
-"""The command line: `kimi-k3 generate | chat | plan | placement | verify | convert | env`.
+"""The command line: `kimi-k3 generate | chat | plan | placement | verify | convert | compile | env`.
 
 Results go to stdout, everything else to stderr. Exit codes: 0 done, 1 `verify` or `placement check` found problems, 2 an error,
 told in one line, 130 stopped by Ctrl-C.
@@ -115,6 +115,10 @@ def _build_parser() -> argparse.ArgumentParser:
     size = "default: %(default)s"
     convert.add_argument("--max-shard-size", type=_byte_count, default="5GB", metavar="SIZE", help=size)
     convert.set_defaults(run=_convert)
+
+    warm = commands.add_parser("compile", help="compile a model's layers and keep the graphs for later processes")
+    _add_model_options(warm)
+    warm.set_defaults(run=_compile, compile=True)
 
     env = commands.add_parser("env", help="versions, devices, and which kernel serves each op")
     env.add_argument("--json", action="store_true")
@@ -412,6 +416,19 @@ def _convert(args: argparse.Namespace) -> int:
     from kimi_k3.conversion import convert
 
     convert(args.source, args.destination, experts=args.experts, max_shard_size=args.max_shard_size)
+    return 0
+
+
+def _compile(args: argparse.Namespace) -> int:
+    from torch._dynamo.utils import counters
+
+    from kimi_k3.compilation import keep_graphs, warm_up
+
+    model, _ = _load(args)
+    start = time.perf_counter()
+    warm_up(model)
+    seconds, graphs = time.perf_counter() - start, counters["stats"]["unique_graphs"]
+    print(f"{graphs} graphs in {seconds:.1f} s, kept in {keep_graphs()} for `--compile` and `compile_blocks()`")
     return 0
 
 

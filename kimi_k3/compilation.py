@@ -2,19 +2,44 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.fx.experimental._config as symbolic_shape_config
 from torch import Tensor
 
 from kimi_k3.cache import PackedBatch
+from kimi_k3_kernels.native import cache_folder
+
+if TYPE_CHECKING:
+    from kimi_k3.modeling_kimi_k3 import KimiK3ForCausalLM
 
 # Four kinds of layer times the graphs of each: torch's own limit of 8 counts all kinds together.
 RECOMPILE_LIMIT = 32
 # Trust the CPU's own flags: else each process starts another one to try them, a second even with all graphs cached.
 INDUCTOR_OPTIONS = {"cpp.vec_isa_ok": True}
+
+
+def keep_graphs() -> Path:
+    """Keep compiled graphs where a later process finds them, and not in /tmp. Returns the folder.
+
+    A TORCHINDUCTOR_CACHE_DIR that is set stays.
+    """
+    return Path(os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "graphs")))
+
+
+@torch.no_grad()
+def warm_up(model: KimiK3ForCausalLM) -> None:
+    """Run a compiled model through all that generation needs: prefill and decode, of one sequence and of more."""
+    for rows in (1, 2):
+        cache = model.make_cache(rows)
+        for tokens in (17, 1, 1):
+            ids = torch.zeros((rows, tokens), dtype=torch.int64, device=model.device)
+            model(ids, past_key_values=cache, logits_to_keep=1)
 
 
 @contextmanager

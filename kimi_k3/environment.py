@@ -19,7 +19,7 @@ PACKAGES = ("kimi-k3", "torch", "torchao", "safetensors", "huggingface_hub", "ac
 VARIABLES = {
     "KIMI_K3_LOG_LEVEL": "level of the log on stderr: DEBUG, INFO, WARNING (default), ERROR",
     "KIMI_K3_NATIVE": "0: leave the compiled CPU kernels alone, plain PyTorch serves every op",
-    "KIMI_K3_CACHE": "folder of the CPU kernels that the first import builds (default: ~/.cache/kimi_k3)",
+    "KIMI_K3_CACHE": "folder of built CPU kernels and compiled graphs (default: ~/.cache/kimi_k3)",
     "KIMI_K3_TEST_DATA": "folder of the large fixtures that some tests need",
 }
 DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA"}

@@ -33,6 +33,7 @@ class CheckpointSource:
     stored: dict[str, StoredTensor]  # by file name: what was loaded, and `carried`
     carried: tuple[str, ...]  # names that the class does not hold and saving streams through
     signatures: dict[Path, tuple[int, int]]  # size and mtime of each shard when it was loaded
+    bytes_read: int = 0  # of tensors, by this process
 
     def is_intact(self, name: str) -> bool:
         """Whether the shard of a tensor is still the file that was loaded."""

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kimi_k3.cache import KimiK3Cache, PackedBatch, batch_by_tokens, batch_without_cache, make_pools
-from kimi_k3.compilation import INDUCTOR_OPTIONS, mark_dynamic_sizes, symbolic_shapes
+from kimi_k3.compilation import INDUCTOR_OPTIONS, keep_graphs, mark_dynamic_sizes, symbolic_shapes
 from kimi_k3.configuration_kimi_k3 import KimiK3Config, KimiK3TextConfig
 from kimi_k3.layers.attn_res import depth_table, empty_bank, mix, seal
 from kimi_k3.layers.kda import KimiDeltaAttention, ShortConv1d
@@ -188,6 +188,7 @@ class KimiK3ForCausalLM(nn.Module):
         if layers.step != 1 or not 0 <= layers.start < layers.stop <= text.num_hidden_layers:
             raise ValueError(f"layers: want a contiguous range within 0..{text.num_hidden_layers}, got {layers}")
         self.config = config
+        self.pool_config = text  # sizes the cache's pools; tensor parallelism leaves fewer heads to each rank
         self.model = KimiK3Model(text, layers, packed_experts=experts == "mxfp4")
         if self.model.is_last_stage:
             self.lm_head = nn.Linear(text.hidden_size, text.vocab_size, bias=False)
@@ -275,7 +276,7 @@ class KimiK3ForCausalLM(nn.Module):
         else:
             embeds = layout.pack(inputs_embeds)
 
-        config, device = self.config.text_config, embeds.device
+        config, device = self.pool_config, embeds.device
         is_invariant = self.model.is_batch_invariant
         if past_key_values is None and use_cache:
             past_key_values = self.make_cache(len(layout.lengths))
@@ -318,7 +319,7 @@ class KimiK3ForCausalLM(nn.Module):
 
     def make_cache(self, num_rows: int) -> KimiK3Cache:
         """An empty cache for a batch of `num_rows` rows."""
-        return KimiK3Cache(self.config.text_config, num_rows, self.model.layer_range, self.dtype, self.device)
+        return KimiK3Cache(self.pool_config, num_rows, self.model.layer_range, self.dtype, self.device)
 
     def _layout(
         self, given: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None, cache: KimiK3Cache | None
@@ -346,8 +347,10 @@ class KimiK3ForCausalLM(nn.Module):
 
         Layers of one kind (dense or MoE, KDA or MLA) share their graphs: for many tokens and for one token of each
         sequence, with one or with more sequences. Every count of tokens, sequences and cache blocks uses the same graphs.
+        They are kept in the library's cache folder (`kimi-k3 compile` fills it), so that a later process starts warm.
         """
         self._refuse_compiled_invariance(is_compiled=True, is_invariant=self.model.is_batch_invariant)
+        keep_graphs()
         for layer in self.model.layers.values():
             layer.compile(mode=mode, fullgraph=fullgraph, options=INDUCTOR_OPTIONS if mode is None else None)
         self.model.has_compiled_layers = True

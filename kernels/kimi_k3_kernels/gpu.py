@@ -77,10 +77,10 @@ def is_amd(target: str) -> bool:
 
 
 def dot_precision(dtype: torch.dtype, target: str) -> str:
-    """Of products of float32 tensors inside a kernel: full for float32 inputs, TF32 (finer than bfloat16) for narrow ones."""
-    return "tf32" if dtype != torch.float32 and target.startswith("sm_") else "ieee"
+    """Of products of float32 tensors inside a kernel: nearly all of float32 for float32 inputs, TF32 for narrow ones.
 
-
-def solve_precision(dtype: torch.dtype, target: str) -> str:
-    """Of forward substitution, whose errors add up: three TF32 products keep nearly all of float32."""
-    return "tf32x3" if dot_precision(dtype, target) == "tf32" else "ieee"
+    TF32 is finer than bfloat16, and three products of it keep what float32 has; AMD multiplies float32 itself.
+    """
+    if not target.startswith("sm_"):
+        return "ieee"
+    return "tf32x3" if dtype == torch.float32 else "tf32"

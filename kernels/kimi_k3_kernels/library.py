@@ -125,6 +125,11 @@ def by_rows(function: Callable[..., Any], *tensors: Tensor) -> Any:
     return torch.cat(pieces)
 
 
+def is_eager_inference(x: Tensor) -> bool:
+    """Whether small steps are worth an op of their own: on a CPU, where no compiler fuses them and no gradient is asked for."""
+    return x.device.type == "cpu" and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
 def require(condition: bool, op: str, wanted: str, **given: Any) -> None:
     """Raise the one form of error that the public functions use: the op, what was wanted, what came."""
     if not condition:

@@ -49,11 +49,14 @@ def installed_library() -> Path:
     return Path(__file__).parent / f"_native_{fingerprint()}.so"
 
 
+def cache_folder() -> Path:
+    """Where built kernels and compiled graphs are kept: $KIMI_K3_CACHE, else kimi_k3 in the user's cache folder."""
+    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(os.environ.get("KIMI_K3_CACHE") or user / "kimi_k3")
+
+
 def cached_library() -> Path:
-    folder = (
-        os.environ.get("KIMI_K3_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kimi_k3"
-    )
-    return Path(folder) / f"kernels_{fingerprint()}.so"
+    return cache_folder() / f"kernels_{fingerprint()}.so"
 
 
 def build(target: Path) -> Path:

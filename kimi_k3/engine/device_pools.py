@@ -9,6 +9,7 @@ A slot or a block of all layers is one run of bytes: copying one is one copy. To
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -100,7 +101,7 @@ class DevicePools:
         heads = self.layout.slot_parts[0][2].shape[1] if self.layout.slot_parts else 0
         count = min(HEAD_SLICES, heads) or 1
         edges = [heads * i // count for i in range(count + 1)]
-        return list(zip(edges, edges[1:]))
+        return list(pairwise(edges))
 
     def read_block(self, place: int, rows: int) -> dict[str, Tensor]:
         """Copies on the CPU of a block's first `rows` latents: latents_<layer> [rows, R + rope]."""

@@ -21,6 +21,7 @@ from kimi_k3.engine.prefix_index import Evicted, PrefixIndex, Snapshot, chain, c
 from kimi_k3.engine.request import GenerationResult, Request, RequestOutput, TokenLogprobs
 from kimi_k3.engine.runner import Piece, Runner
 from kimi_k3.engine.scheduler import SCHEDULERS, Candidate, Resources
+from kimi_k3.engine.tier_format import LossyCodec
 from kimi_k3.engine.tier_store import TierStore
 from kimi_k3.generation import StopText, end_ids
 from kimi_k3.sampling import SamplingParams, fresh_seed, penalize, sample
@@ -67,6 +68,9 @@ class KimiK3Generator:
         if max_tokens_per_step < min(block_size, max_num_seqs):
             wanted = f"max_tokens_per_step >= {min(block_size, max_num_seqs)}"
             raise ValueError(f"KimiK3Generator: want {wanted}, got {max_tokens_per_step}")
+        lossy = [tier.name for tier in tiers if tier.codec != LossyCodec()]
+        if batch_invariant and lossy:
+            raise ValueError(f"KimiK3Generator: batch_invariant wants exact tiers, got lossy ones: {lossy}")
         self.model, self.tokenizer = model, tokenizer
         self.max_num_seqs, self.max_tokens_per_step, self.block_size = max_num_seqs, max_tokens_per_step, block_size
         self.prefix_cache, self.scheduler = prefix_cache, scheduler
@@ -155,7 +159,7 @@ class KimiK3Generator:
             rid=rid, prompt=list(ids), params=params, seed=seed, priority=priority, root=root, chain=keys,
             boundaries=frozenset(boundaries | {len(ids)}), embeds=embeds,
             deadline=float("inf") if timeout is None else time.monotonic() + timeout,
-            ends=self._ends | frozenset(params.stop_token_ids),
+            ends=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._ends),
             decoder=None if self.tokenizer is None else self.tokenizer.stream_decoder(),
             shown=StopText(params.stop), parent=first, last_step=self.num_steps,
         )  # fmt: skip
@@ -459,13 +463,14 @@ class KimiK3Generator:
 
     def _keep_decode_state(self, request: Request) -> None:
         """While decoding, a copy of the state on the grid where there is room: a preemption then costs less."""
-        if request.has_prefilled and request.stride and request.done % request.stride == 0 and self.prefix_cache:
-            if request.is_decoding and self.pool.free_pages > self.max_num_seqs // 4:
-                slot = self.pool.add_slot()
-                if slot is not None:
-                    self.pools.copy_slot(request.slot, slot)
-                    request.saved.append(Snapshot(request.done, slot, is_end=False))
-                    self._publish(request)
+        is_due = request.is_decoding and request.stride and request.done % request.stride == 0
+        if not (is_due and self.prefix_cache and self.pool.free_pages > self.max_num_seqs // 4):
+            return
+        slot = self.pool.add_slot()
+        if slot is not None:
+            self.pools.copy_slot(request.slot, slot)
+            request.saved.append(Snapshot(request.done, slot, is_end=False))
+            self._publish(request)
 
     def _sample(self, requests: list[Request], logits_RV: Tensor) -> list[RequestOutput]:
         """Choose each row's next token by its own parameters alone."""
@@ -496,7 +501,7 @@ class KimiK3Generator:
             except FloatingPointError as error:
                 self._fail(request, str(error))
                 continue
-            except Exception as error:  # noqa: BLE001 -- a caller's hook must not end the others
+            except Exception as error:  # a caller's hook must not end the others
                 self._fail(request, f"logits_processor: {type(error).__name__}: {error}")
                 continue
             request.has_prefilled = True
@@ -727,9 +732,9 @@ class KimiK3Generator:
         room = (self.pool.num_pages - 1) * layout.blocks_per_page
         if blocks > room:
             raise ValueError(
-                f"add: {tokens} tokens (prompt and max_new_tokens) need {blocks} latent blocks of {layout.block_bytes} bytes and "
-                f"a state of {layout.slot_bytes}, {needed * layout.block_bytes} bytes in all; memory holds {room} blocks "
-                "beside one state"
+                f"add: {tokens} tokens (prompt and max_new_tokens) need {blocks} latent blocks of {layout.block_bytes} bytes "
+                f"and a state of {layout.slot_bytes}, {needed * layout.block_bytes} bytes in all; memory holds {room} "
+                "blocks beside one state"
             )
 
     def _refuse_if_closed(self) -> None:
@@ -749,7 +754,8 @@ class KimiK3Generator:
         self, ids: list[int], boundaries: set[int], extra_key: bytes, pixel_values: Tensor, grid_thws: Tensor | None
     ) -> tuple[list[int], Tensor, set[int], bytes]:
         """The prompt with each placeholder grown to its image's tokens, and the embeddings that go with it."""
-        model, media_id = self.model, self.model.config.media_placeholder_token_id
+        model: Any = self.model
+        media_id = model.config.media_placeholder_token_id
         if not hasattr(model, "image_features") or grid_thws is None or media_id is None:
             raise ValueError("add: pixel_values want grid_thws and a KimiK3ForConditionalGeneration")
         from kimi_k3.vision import splice_packed
@@ -760,7 +766,7 @@ class KimiK3Generator:
             embeds, token_index, _ = splice_packed(given, features, model.model.embed_tokens(given), media_id)
         places = torch.bincount(token_index, minlength=len(ids)).cumsum(0).tolist()
         digest = hashlib.sha256(str((grid_thws.tolist(), pixel_values.dtype)).encode())
-        digest.update(pixel_values.detach().cpu().contiguous().view(torch.uint8).numpy())
+        digest.update(pixel_values.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
         grown = given[token_index].tolist()
         return grown, embeds, {places[b - 1] for b in boundaries}, extra_key + digest.digest()
 
@@ -778,7 +784,7 @@ def weights_digest(model: KimiK3ForCausalLM) -> str:
             continue
         picked = flat[:: max(1, flat.numel() // 64)][:64]
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(picked.cpu().contiguous().view(torch.uint8).numpy())
+        digest.update(picked.cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -91,7 +91,8 @@ def key_at(root: bytes, tokens: Sequence[int], position: int, block_size: int) -
 
 
 def choose_stride(length: int, slots: int, block_size: int = 64) -> int:
-    """The finest grid of snapshots over `length` tokens that needs at most `slots`: block_size times a power of two; 0: none."""
+    """The finest grid of snapshots over `length` tokens that needs at most `slots`: block_size times a power of two;
+    0: none."""
     if slots < 1 or length < block_size:
         return 0
     stride = block_size
@@ -143,9 +144,11 @@ class PrefixIndex:
                     following, longest = child, common
                 for snapshot in child.snapshots.values():
                     is_whole = snapshot.position == len(tokens) and snapshot.hidden is not None
-                    if snapshot.position <= child.start + common and (snapshot.position < len(tokens) or is_whole):
-                        if best is None or snapshot.position > best.position:
-                            best = snapshot
+                    is_usable = snapshot.position <= child.start + common and (
+                        snapshot.position < len(tokens) or is_whole
+                    )
+                    if is_usable and (best is None or snapshot.position > best.position):
+                        best = snapshot
             matched += longest
             node = following if longest == self.block_size else None
         position = 0 if best is None else best.position

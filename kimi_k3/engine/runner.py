@@ -43,7 +43,7 @@ class Runner:
         """
         model = self.model.model
         batch = self._batch(pieces)
-        running_sum, bank, _, router_logits = model(self._embeds(pieces), batch, self.pools.pools)
+        running_sum, bank, _, _ = model(self._embeds(pieces), batch, self.pools.pools)
         ends, at = [], 0
         for piece in pieces:
             at += piece.tokens

@@ -135,6 +135,11 @@ class _Step:
 
     def give_tokens(self, decoding: Sequence[Candidate], limit: int) -> None:
         """The next token for each that decodes, up to `limit` of them, while blocks last."""
+        needs = sum([candidate.total > candidate.blocks_held * self.block for candidate in decoding])
+        if needs <= self.room and len(decoding) <= limit:  # nearly always
+            self.rows = [(candidate.rid, 1) for candidate in decoding]
+            self.room -= needs
+            decoding = ()
         for candidate in decoding:
             needed = candidate.total > candidate.blocks_held * self.block
             if len(self.rows) >= limit or needed > self.room:
@@ -209,12 +214,14 @@ def schedule_fcfs(candidates: Sequence[Candidate], resources: Resources) -> Sche
 
 def _inherit(keys: dict[int, Key], waits_for: dict[int, int]) -> None:
     """Whoever others wait for, directly or not, comes right before the first of them."""
-    own = dict(keys)
+    own = dict(keys) if waits_for else keys
     for rid in waits_for:
         seen: set[int] = {rid}
         other: int | None = waits_for[rid]
         while other in own and other not in seen:
-            keys[other] = min(keys[other], (*own[rid][:-1], -len(seen)))
+            place = (*own[rid][:-1], -len(seen))
+            if place < keys[other]:
+                keys[other] = place
             seen.add(other)
             other = waits_for.get(other)
 
@@ -239,7 +246,9 @@ def schedule_dependency_aware(
     waiting = [c for c in order if not c.is_running]
     waits_for = {c.rid: c.waits_for for c in waiting if c.waits_for is not None}
     step.seqs = len(running)
-    if waits_for or any(c.priority for c in running):
+
+    def put_running_in_order() -> None:
+        """Who gives way comes last. Needed only where somebody may have to."""
         turns: dict[int, Key] = {c.rid: (c.arrival - policy.priority_worth * c.priority, c.arrival, 0) for c in order}
         _inherit(turns, waits_for)
         running.sort(key=lambda c: turns[c.rid])
@@ -254,9 +263,12 @@ def schedule_dependency_aware(
         running.remove(candidate)
 
     # 1. Memory for those that run: a token for each that decodes, and a block for the first in order whatever it does.
-    while len(running) > 1:
+    needed = sum([c.total > c.blocks_held * block for c in running if c.is_decoding])
+    if needed + 1 > step.room:
+        put_running_in_order()
+    while needed + 1 > step.room and len(running) > 1:
         first = running[0]
-        needed = sum(c.is_decoding and c.total > c.blocks_held * block for c in running)
+        needed = sum([c.total > c.blocks_held * block for c in running if c.is_decoding])
         if not first.is_decoding:
             needed += step.blocks_at(first, min(first.total, first.done - first.done % block + block))
         if needed <= step.room:
@@ -265,24 +277,29 @@ def schedule_dependency_aware(
     is_closed = bool(step.preempt)  # to others: what was just freed is for those who run
 
     # 2. Who comes next: in order of arrival, priority counting as earlier and a long prefill as later.
-    spare = step.room - sum(map(expected, running)) if waiting else 0  # beside what those who run will want
-    is_stuck = all(c.ran_steps >= policy.quantum for c in running)
-    lowest = min((c.priority for c in running), default=0)
-    asked = sum(c.fetch in ("pending", "ready") for c in waiting)
-    has_room = not running or (spare > resources.slot_blocks and step.seqs < resources.max_num_seqs)
-    has_claim = any(c.priority > lowest or (is_stuck and c.idle_steps >= policy.patience) for c in waiting)
-    may_ask = asked < policy.lookahead and any(c.fetch == "absent" for c in waiting)
+    horizon, spare = policy.horizon, step.room  # spare: beside what those who run will want
+    if waiting:
+        spare -= sum([-(-(c.total + min(horizon, c.remaining_new)) // block) - c.blocks_held for c in running])
+    is_stuck = min([c.ran_steps for c in running], default=policy.quantum) >= policy.quantum
+    has_claim = running and waiting and max([c.priority for c in waiting]) > min([c.priority for c in running])
+    has_claim = has_claim or (is_stuck and max([c.idle_steps for c in waiting], default=0) >= policy.patience)
+    fetches = [c.fetch for c in waiting]
+    asked = fetches.count("pending") + fetches.count("ready")
+    may_ask = asked < policy.lookahead and "absent" in fetches
     work = [c for c in running if not c.is_decoding]
-    if not (may_ask or waits_for) and (is_closed or not (has_room or has_claim)):  # common when memory is full
-        step.reasons.update(dict.fromkeys([c.rid for c in waiting], "memory"))
-        waiting = []
+    has_room = not running or (spare > resources.slot_blocks and step.seqs < resources.max_num_seqs)
+    if len(work) <= 1 and not may_ask and (is_closed or not (has_room or has_claim)):  # common when memory is full
+        reason = "memory" if step.seqs < resources.max_num_seqs else "max_num_seqs"
+        step.reasons.update(dict.fromkeys([c.rid for c in waiting], reason))
+        waiting, waits_for = [], {}
+    if has_claim:
+        put_running_in_order()
     keys: dict[int, Key] = {}
     for c in (*work, *waiting):
         later = policy.length_worth * ((c.total - (c.done or c.reuse)) // block).bit_length()
         turn = c.arrival - policy.priority_worth * c.priority + later
         keys[c.rid] = (turn, c.arrival, 0)
-    if waits_for:
-        _inherit(keys, waits_for)
+    _inherit(keys, waits_for)
     waiting.sort(key=lambda c: keys[c.rid])
 
     # 3. One of them may take the place of others: of lower priority; of anyone when it is old and nothing moves.
@@ -319,6 +336,8 @@ def schedule_dependency_aware(
         decoding.sort(key=lambda c: -c.idle_steps)
     step.give_tokens(decoding, limit)
     loads = [c.experts for c in decoding if c.experts and c.rid not in step.reasons]
+    if not work:
+        return step.close(_busiest(loads))
 
     # 5. Prefill and admission. Beside tokens that others wait for, the prefill at hand is spread over some steps.
     allowance, at_hand, free = step.tokens, 0, spare

@@ -31,6 +31,7 @@ class TierStore:
         self.block_size = pools.layout.block_size
         self.slices = pools.head_slices()
         self.counts: Counter[str] = Counter()
+        self._tier_index = 0
 
     # Out: from the index to the tiers.
 
@@ -47,12 +48,12 @@ class TierStore:
         if not snapshot.is_stored:
             key = _key_in(evicted.node, snapshot.position)
             for heads in self.slices:
-                self.stack.store(_slice_name(key, heads), self.pools.read_slot(snapshot.slot, heads))
+                self.stack.store(_slice_name(key, heads), self.pools.read_slot(snapshot.slot, heads), self._tier_index)
             snapshot.is_stored = True
             self.counts["stored_snapshots"] += 1
 
     def _store_block(self, node: Node, key: bytes, rows: int) -> None:
-        self.stack.store(_block_name(key), self.pools.read_block(self.pool.places[node.block], rows))
+        self.stack.store(_block_name(key), self.pools.read_block(self.pool.places[node.block], rows), self._tier_index)
         self.counts["stored_blocks"] += 1
 
     # In: from the tiers to the index.
@@ -138,12 +139,12 @@ class TierStore:
             self.pool.share_block(block)
         slot = new_slot()
         while slot is not None and len(held) * self.block_size < position:
-            block = new_block()
-            if block is None:
+            added = new_block()
+            if added is None:
                 self.pool.free_slot(slot)
                 slot = None
             else:
-                held.append(block)
+                held.append(added)
         if slot is not None:
             names = iter(request.fetch_keys)
             try:
@@ -165,9 +166,12 @@ class TierStore:
 
     def close(self, entries: Iterable[Evicted]) -> None:
         """Store what is left where a tier outlives this process, and end the threads."""
-        if any(tier.is_shared for tier in self.stack.tiers):
+        shared = next((i for i, tier in enumerate(self.stack.tiers) if tier.is_shared), None)
+        if shared is not None:
+            self._tier_index = shared
             for entry in entries:
                 self.save(entry)
+                self.stack.flush()  # all of it, whatever the queue's bound
         self.stack.flush()
         self.stack.close()
 

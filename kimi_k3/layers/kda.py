@@ -6,7 +6,6 @@ import math
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kimi_k3.cache import PackedBatch
@@ -16,6 +15,7 @@ from kimi_k3.layers.norm import GatedRMSNorm
 from kimi_k3_kernels import (
     kda_chunk,
     kda_chunk_export,
+    kda_gates,
     kda_recurrent,
     kda_recurrent_export,
     kda_step_,
@@ -23,7 +23,8 @@ from kimi_k3_kernels import (
     short_conv_export,
     short_conv_step_,
 )
-from kimi_k3_kernels.library import at_once, by_rows, compute_dtype
+from kimi_k3_kernels.kda_gates.reference import kda_gates_reference
+from kimi_k3_kernels.library import at_once, by_rows, is_eager_inference
 
 A_LOG_MULTIPLE = 128  # the release stores A_log with zeros up to a multiple of this
 
@@ -34,24 +35,6 @@ class ShortConv1d(nn.Module):
     def __init__(self, channels: int, taps: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels, 1, taps))
-
-
-def l2_normalize(x: Tensor) -> Tensor:
-    """x / sqrt(sum(x^2) + 1e-6) over the last dimension, in float32: the epsilon is on the sum, inside the root."""
-    wide = x.to(compute_dtype(x))
-    return wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)
-
-
-def log_decay_gate(logit_THK: Tensor, A_log_H: Tensor, lower_bound: float | None) -> Tensor:
-    """The natural log of the forget gate, <= 0, from the decay logit with its bias added.
-
-    K3 (a bound is set): bound * sigmoid(exp(A_log) z), in (bound, 0). Kimi Linear (none): -exp(A_log) softplus(z).
-    Two functions, not one and its clamp.
-    """
-    rate_H1 = A_log_H.exp()[:, None]
-    if lower_bound is None:
-        return -rate_H1 * F.softplus(logit_THK)
-    return lower_bound * torch.sigmoid(rate_H1 * logit_THK)
 
 
 class KimiDeltaAttention(nn.Module):
@@ -86,8 +69,10 @@ class KimiDeltaAttention(nn.Module):
     def forward(self, x_TD: Tensor, batch: PackedBatch, pools: tuple[Tensor, ...]) -> Tensor:
         state_pool, conv_pool = pools
         slots = (batch.read_slots, batch.write_slots)
-        exports = () if batch.export_at is None else (batch.export_at, batch.export_slots)
-        is_step = batch.is_decode and not exports
+        exports = (
+            None if batch.export_at is None or batch.export_slots is None else (batch.export_at, batch.export_slots)
+        )
+        is_step = batch.is_decode and exports is None
         run = partial(project, is_decode=batch.is_decode, is_invariant=batch.is_invariant)
         apply = by_rows if batch.is_invariant else at_once
         gate_proj = self.g_proj if self.use_full_rank_gate else self.g_a_proj
@@ -97,28 +82,24 @@ class KimiDeltaAttention(nn.Module):
         taps_C1W = torch.cat([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight])
         if is_step:
             qkv_TC = short_conv_step_(qkv_TC, taps_C1W[:, 0], conv_pool, *slots)
-        elif exports:
+        elif exports is not None:
             qkv_TC = short_conv_export(qkv_TC, taps_C1W[:, 0], conv_pool, *slots, batch.cu_seqlens, *exports)
         else:
             qkv_TC = short_conv(qkv_TC, taps_C1W[:, 0], conv_pool, *slots, batch.cu_seqlens)
-        q_THK, k_THK, v_THV = qkv_TC.view(-1, 3, self.num_heads, self.head_dim).unbind(1)
-        q_THK = (apply(l2_normalize, q_THK) * self.head_dim**-0.5).to(x_TD.dtype)
-        k_THK = apply(l2_normalize, k_THK).to(x_TD.dtype)
-
-        wide = compute_dtype(x_TD)
+        v_THV = qkv_TC.view(-1, 3, self.num_heads, self.head_dim)[:, 2]
         (decay_TC,) = run(decay_TK, [self.f_b_proj])
-        logit_TC = decay_TC.to(wide) + self.dt_bias.to(wide)
-        A_log_H = self.A_log[: self.num_heads].to(wide)
-        gate = partial(log_decay_gate, A_log_H=A_log_H, lower_bound=self.gate_lower_bound)
-        log_decay_THK = apply(gate, logit_TC.unflatten(-1, (self.num_heads, -1)))
-        beta_TH = apply(torch.sigmoid, beta_logit_TH.to(wide))
+        gates = partial(
+            kda_gates if is_eager_inference(x_TD) else kda_gates_reference,
+            A_log=self.A_log, dt_bias=self.dt_bias, lower_bound=self.gate_lower_bound,
+        )  # fmt: skip
+        q_THK, k_THK, log_decay_THK, beta_TH = apply(gates, qkv_TC, decay_TC, beta_logit_TH)
 
         tokens = (q_THK, k_THK, v_THV, log_decay_THK, beta_TH)
         if is_step:
             o_THV = kda_step_(*tokens, state_pool, *slots)
-        elif exports:
-            scan = kda_recurrent_export if batch.is_invariant else kda_chunk_export
-            o_THV = scan(*tokens, state_pool, *slots, batch.cu_seqlens, *exports)
+        elif exports is not None:
+            export_scan = kda_recurrent_export if batch.is_invariant else kda_chunk_export
+            o_THV = export_scan(*tokens, state_pool, *slots, batch.cu_seqlens, *exports)
         else:
             scan = kda_recurrent if batch.is_invariant else kda_chunk
             o_THV = scan(*tokens, state_pool, *slots, batch.cu_seqlens)

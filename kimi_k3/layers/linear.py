@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kimi_k3_kernels import linear_rows, matvec
+from kimi_k3_kernels import linear_rows
+from kimi_k3_kernels.matvec import beats_library_gemm, matvec
 
 ROW_BLOCK = 16
 
@@ -14,7 +15,8 @@ ROW_BLOCK = 16
 def project(
     x_TD: Tensor, projections: list[nn.Linear], is_decode: bool, is_invariant: bool = False
 ) -> list[Tensor]:  # fmt: skip
-    """Each projection of x. In a decode step on a CPU one op reads all their weights, at memory speed.
+    """Each projection of x. In a decode step on a CPU one op reads all their weights, at memory speed; for more rows
+    too where torch has no fast GEMM.
 
     Only plain linear layers without bias take the op: a quantised, wrapped or offloaded one is called as it is.
     is_invariant: a row's bits do not depend on the others.
@@ -24,7 +26,8 @@ def project(
             return [_in_blocks(projection, x_TD) for projection in projections]
         out_TC = linear_rows(x_TD, [projection.weight for projection in projections])
         return list(out_TC.split([projection.out_features for projection in projections], dim=-1))
-    if is_decode and x_TD.device.type == "cpu" and not torch.is_grad_enabled() and all(map(_is_plain, projections)):
+    has_op = is_decode or beats_library_gemm(x_TD.dtype)
+    if has_op and x_TD.device.type == "cpu" and not torch.is_grad_enabled() and all(map(_is_plain, projections)):
         out_TC = matvec(x_TD, [projection.weight for projection in projections])
         return list(out_TC.split([projection.out_features for projection in projections], dim=-1))
     return [projection(x_TD) for projection in projections]
@@ -39,4 +42,6 @@ def _in_blocks(projection: nn.Linear, x_TD: Tensor) -> Tensor:
 def _is_plain(projection: nn.Linear) -> bool:
     # accelerate replaces `forward` and leaves `_hf_hook`: its weight may be elsewhere until the module is called.
     is_hooked = projection._forward_hooks or projection._forward_pre_hooks or hasattr(projection, "_hf_hook")
-    return type(projection) is nn.Linear and type(projection.weight) is nn.Parameter and not is_hooked
+    # On a mesh the class is one that reads its local part, a plain tensor, and runs this same forward.
+    is_linear = isinstance(projection, nn.Linear) and type(projection).forward is nn.Linear.forward
+    return is_linear and type(projection.weight) in (nn.Parameter, Tensor) and not is_hooked

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from kimi_k3.configuration_kimi_k3 import KimiK3TextConfig
 from kimi_k3.layers.linear import project
-from kimi_k3_kernels.library import at_once, by_rows
-from kimi_k3_kernels.mxfp4_experts.reference import situ
+from kimi_k3_kernels import situ
+from kimi_k3_kernels.library import at_once, by_rows, is_eager_inference
+from kimi_k3_kernels.mxfp4_experts.reference import situ as situ_reference
 
 
 class KimiK3MLP(nn.Module):
@@ -24,6 +25,7 @@ class KimiK3MLP(nn.Module):
 
     def forward(self, x_TD: Tensor, is_decode: bool = False, is_invariant: bool = False) -> Tensor:
         gate_TF, up_TF = project(x_TD, [self.gate_proj, self.up_proj], is_decode, is_invariant)
+        activation = situ if is_eager_inference(x_TD) else situ_reference
         apply = by_rows if is_invariant else at_once
-        hidden_TF = apply(partial(situ, beta=self.beta, linear_beta=self.linear_beta), gate_TF, up_TF)
+        hidden_TF = apply(partial(activation, beta=self.beta, linear_beta=self.linear_beta), gate_TF, up_TF)
         return project(hidden_TF, [self.down_proj], is_decode, is_invariant)[0]

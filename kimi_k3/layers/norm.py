@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from kimi_k3_kernels.library import compute_dtype
+from kimi_k3_kernels import gated_rms_norm, rms_norm
+from kimi_k3_kernels.library import is_eager_inference
+from kimi_k3_kernels.norm.reference import gated_rms_norm_reference, rms_norm_reference
 
 
 class RMSNorm(nn.Module):
@@ -17,14 +19,13 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(compute_dtype(x))
-        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+        norm = rms_norm if is_eager_inference(x) else rms_norm_reference
+        return norm(x, self.weight, self.eps)
 
 
 class GatedRMSNorm(RMSNorm):
     """w rms(x) sigmoid(gate) in float32, cast to the gate's dtype once, at the end."""
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
-        wide = x.to(compute_dtype(x))
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * self.weight
-        return (normed * torch.sigmoid(gate.to(wide.dtype))).to(gate.dtype)
+        norm = gated_rms_norm if is_eager_inference(x) else gated_rms_norm_reference
+        return norm(x, gate, self.weight, self.eps)

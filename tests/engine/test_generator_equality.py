@@ -3,7 +3,6 @@
 import random
 
 import pytest
-import torch
 from conftest import Recorder, assert_equals_solo
 
 from kimi_k3 import KimiK3Generator, SamplingParams
@@ -22,7 +21,11 @@ def random_requests(rng: random.Random, count: int, vocabulary: int, longest: in
     for prompt in prompts:
         options = {"seed": rng.randrange(1000), "max_new_tokens": rng.randrange(1, 20)}
         if rng.random() < 0.6:
-            options |= {"temperature": rng.choice([0.7, 1.3]), "top_p": rng.choice([0.9, 1.0]), "top_k": rng.choice([0, 40])}
+            options |= {
+                "temperature": rng.choice([0.7, 1.3]),
+                "top_p": rng.choice([0.9, 1.0]),
+                "top_k": rng.choice([0, 40]),
+            }
         requests.append((prompt, SamplingParams(**options, logits_processor=Recorder())))
     return requests
 

@@ -1,4 +1,4 @@
-"""What runs again and what does not: branches, chats, shared prefixes, whole repeats; and that a cache never changes a token."""
+"""What runs again and what does not: branches, chats, shared prefixes, repeats; and that a cache never changes a token."""
 
 import hashlib
 import random
@@ -95,7 +95,9 @@ def test_a_prompt_in_pieces_equals_it_whole(demo):
     prompt = prompt_of(700)
     results = []
     for tokens in (64, 200, 2048):
-        with KimiK3Generator(demo, max_num_seqs=2, num_blocks=100, max_tokens_per_step=tokens, batch_invariant=True) as gen:
+        with KimiK3Generator(
+            demo, max_num_seqs=2, num_blocks=100, max_tokens_per_step=tokens, batch_invariant=True
+        ) as gen:
             result, _, recorder, params = ask(gen, prompt, new=4)
             results.append(result.token_ids)
             assert_equals_solo(demo, prompt, result, recorder.rows, params)
@@ -107,7 +109,9 @@ def test_a_stored_snapshot_is_never_written_again(demo, gen):
 
     def hashes():
         return {
-            (e.snapshot.position, e.snapshot.slot): hashlib.sha256(gen.pools._pages[e.snapshot.slot].numpy()).hexdigest()
+            (e.snapshot.position, e.snapshot.slot): hashlib.sha256(
+                gen.pools._pages[e.snapshot.slot].numpy()
+            ).hexdigest()
             for e in gen.index.entries()
         }
 
@@ -188,7 +192,9 @@ def test_the_last_position_of_each_cut_equals_a_fresh_prefill(demo, gen):
 def test_near_equal_where_the_mode_is_off(smooth):
     """Without batch invariance: equal tokens unless the margin is below 1e-3; such cases are counted."""
     rng = random.Random(5)
-    prompts = [[rng.randrange(smooth.config.text_config.vocab_size) for _ in range(rng.randrange(1, 200))] for _ in range(16)]
+    prompts = [
+        [rng.randrange(smooth.config.text_config.vocab_size) for _ in range(rng.randrange(1, 200))] for _ in range(16)
+    ]
     close = 0
     with KimiK3Generator(smooth, max_num_seqs=6, num_blocks=40, max_tokens_per_step=128) as gen:
         results = gen.generate(prompts, SamplingParams(max_new_tokens=8))

@@ -124,7 +124,9 @@ def test_a_hook_that_fails_ends_its_own_request(gen):
             raise RuntimeError("no more")
         return logits_V
 
-    bad, good = gen.generate([PROMPT, PROMPT], [SamplingParams(max_new_tokens=6, logits_processor=hook), SamplingParams(max_new_tokens=6)])
+    bad, good = gen.generate(
+        [PROMPT, PROMPT], [SamplingParams(max_new_tokens=6, logits_processor=hook), SamplingParams(max_new_tokens=6)]
+    )
     assert bad.finish_reason == "error" and "no more" in bad.error and len(bad.token_ids) == 3
     assert good.finish_reason == "length" and len(good.token_ids) == 6
 

@@ -153,8 +153,9 @@ def test_a_state_is_read_by_another_parallel_degree(demo):
         ):
             low, high = part[0][0], part[-1][1]
             assert torch.equal(states[0, low:high], wanted[2, low:high])
-            by_head = lambda w: w.unflatten(-1, (3, states.shape[1], -1))[:, :, low:high]  # noqa: E731
-            assert torch.equal(by_head(windows[0]), by_head(wanted_windows[2]))
+            shape = (3, states.shape[1], -1)
+            given, expected = windows[0].unflatten(-1, shape), wanted_windows[2].unflatten(-1, shape)
+            assert torch.equal(given[:, :, low:high], expected[:, :, low:high])
 
 
 WRITER = """

@@ -271,6 +271,16 @@ def test_disk_keeps_the_recently_used_within_its_bytes(tmp_path):
     assert not tier.put(key(10), entry(10, 1 << 16)) and tier.stats()["entries"] == 4
 
 
+def test_disk_learns_of_a_use_when_it_evicts(tmp_path):
+    tier = DiskTier(tmp_path, 48 * file_bytes())  # 3 entries between two scans
+    for number in range(48):
+        tier.put(key(number), entry(number))
+    for step in range(6):
+        assert tier.get(key(2 * step)) is not None  # the oldest
+        assert tier.put(key(100 + step), entry(step))
+    assert [tier.contains(key(number)) for number in range(14)] == [True, False] * 6 + [True, True]
+
+
 def test_disk_survives_a_restart_and_counts_what_is_there(tmp_path):
     first = DiskTier(tmp_path, 4 * file_bytes())
     for number in range(4):

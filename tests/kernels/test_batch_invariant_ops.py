@@ -214,14 +214,18 @@ def test_exports_that_do_not_fit_are_refused() -> None:
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 @pytest.mark.parametrize(("depth", "outputs"), [(192, (70, 4)), (37, (5,)), (1536, (130,))])
-def test_linear_rows_are_right_and_their_own(op: Op, threads: int, poisoned_outputs: None, dtype, depth, outputs) -> None:
+def test_linear_rows_are_right_and_their_own(
+    op: Op, threads: int, poisoned_outputs: None, dtype, depth, outputs
+) -> None:
     x = normal(629, depth, dtype=dtype)
     weights = [normal(n, depth, seed=n, dtype=dtype) for n in outputs]
     run = op("linear_rows")
     want = torch.cat([x.double() @ weight.double().t() for weight in weights], dim=1)
     # float32: sums of 1,536 products of order 1. bfloat16 rounds the result once, to 2^-9 of it.
     tolerance = {torch.float64: 1e-12, torch.float32: 2e-4, torch.bfloat16: 2e-4}[dtype]
-    torch.testing.assert_close(run(x, weights).double(), want, atol=tolerance, rtol=4e-3 if dtype.itemsize == 2 else 1e-6)
+    torch.testing.assert_close(
+        run(x, weights).double(), want, atol=tolerance, rtol=4e-3 if dtype.itemsize == 2 else 1e-6
+    )
     assert_rows_are_their_own(lambda rows: run(rows, weights), x)
     spread = torch.stack([x, x], 1)[:, 0]
     assert torch.equal(run(spread, weights), run(x, weights))
@@ -256,13 +260,18 @@ def test_head_matvec_is_right_and_its_rows_their_own(
 @pytest.mark.parametrize("packing", ["mxfp4_experts", "dense_experts"])
 def test_experts_rows_are_their_own(op: Op, threads: int, dtype: torch.dtype, packing: str) -> None:
     slots, latent, width = 5, 64, 96
-    stacks = [normal(slots, *s, seed=i, dtype=dtype) for i, s in enumerate([(width, latent), (width, latent), (latent, width)])]
+    stacks = [
+        normal(slots, *s, seed=i, dtype=dtype)
+        for i, s in enumerate([(width, latent), (width, latent), (latent, width)])
+    ]
     if packing == "mxfp4_experts":
         stacks = [tensor for stack in stacks for tensor in mxfp4_quantize(stack * 0.1)]
     x, weights = normal(629, latent, dtype=dtype), torch.rand(629, 2, generator=torch.Generator().manual_seed(0))
     ids = torch.randint(0, slots, (629, 2), generator=torch.Generator().manual_seed(0))
     run = op(packing)
-    assert_rows_are_their_own(lambda x, ids, p: run(x, ids, p, *stacks, torch.arange(slots), 4.0, 25.0), x, ids, weights)
+    assert_rows_are_their_own(
+        lambda x, ids, p: run(x, ids, p, *stacks, torch.arange(slots), 4.0, 25.0), x, ids, weights
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -68,7 +68,7 @@ class _Recorder:
             arguments |= {k: v for k, v in kwargs.items() if k not in OPTIONS}
             assert set(arguments) == set(self.kernel.arg_names), "a launch names each argument once"
             assert len(args) + len(kwargs) == len(arguments) + len(options)
-            assert all(0 < size for size in grid)
+            assert all(size > 0 for size in grid)
             assert grid[0] < 2**31 and all(size < 2**16 for size in grid[1:]), "a grid's limits on NVIDIA"
             self.launches.append(Launch(self.kernel, grid, arguments, options))
 

@@ -22,7 +22,9 @@ TOKENS = 150
 def load(name: str) -> KimiK3ForCausalLM:
     if name.startswith("random"):  # widths and heads that fill no vector
         experts = "mxfp4" if name == "random-mxfp4" else "dequantized"
-        return random_model(small_config(), torch.float64 if name == "random-float64" else torch.float32, experts=experts)
+        return random_model(
+            small_config(), torch.float64 if name == "random-float64" else torch.float32, experts=experts
+        )
     folder, _, dtype = name.partition("-")
     path = DEMO if folder == "demo" else GOLDEN / folder
     dtype = torch.bfloat16 if dtype == "bf16" else torch.float32
@@ -183,7 +185,7 @@ def test_an_exported_state_and_window_are_those_of_a_run_that_ends_there(name: s
     run = Run(model)
     at, to = torch.tensor([2, 17, 40, 41, 42, 105, 131, 60]), torch.tensor([3, 4, 5, 6, 7, 8, 9, -1])
     run(ids, lengths, run.batch(lengths, [-1] * 3, [0, 1, 2], export_at=at, export_slots=to))
-    tolerance = {"atol": 0, "rtol": 0} if is_invariant else {"atol": 2e-5, "rtol": 1e-4}
+    tolerance = {"atol": 0, "rtol": 0} if is_invariant else {"atol": 1e-4, "rtol": 1e-4}
     for position, slot in zip(at.tolist(), to.tolist()):
         start = 0 if position <= 40 else 40 if position == 41 else 41
         alone, length = Run(model), position - start

@@ -11,11 +11,11 @@ from torch import nn
 from kimi_k3.cache import batch_without_cache, make_pools
 from kimi_k3.configuration_kimi_k3 import KimiK3TextConfig
 from kimi_k3.layers.attn_res import mix
-from kimi_k3.layers.kda import log_decay_gate
 from kimi_k3.layers.moe import KimiK3Router, KimiK3SparseMoE
 from kimi_k3.layers.norm import RMSNorm
 from kimi_k3.modeling_kimi_k3 import KimiK3DecoderLayer
 from kimi_k3_kernels import kda_chunk, kda_step_, short_conv, short_conv_step_
+from kimi_k3_kernels.kda_gates.reference import log_decay_gate
 from kimi_k3_kernels.mxfp4_experts.reference import situ
 
 CPU = torch.device("cpu")

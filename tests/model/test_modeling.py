@@ -15,10 +15,10 @@ from torch.utils.checkpoint import checkpoint
 import kimi_k3.modeling_kimi_k3 as modeling
 from kimi_k3 import KimiK3Config, KimiK3ForCausalLM
 from kimi_k3.cache import batch_without_cache, make_pools
-from kimi_k3.layers.kda import l2_normalize, log_decay_gate
 from kimi_k3.layers.mlp import KimiK3MLP
 from kimi_k3.layers.moe import KimiK3Experts, KimiK3Router
 from kimi_k3_kernels import mxfp4_dequantize
+from kimi_k3_kernels.kda_gates.reference import l2_normalize, log_decay_gate
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 CPU = torch.device("cpu")

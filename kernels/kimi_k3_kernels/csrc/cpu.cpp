@@ -31,13 +31,19 @@ std::string set_cpu_instructions(std::string name) {
   return before;
 }
 
+std::string cpu_instructions() { return name_of(chosen); }
+
 }  // namespace
 
 Isa active_isa() { return chosen; }
 
 }  // namespace kimi_k3
 
-STABLE_TORCH_LIBRARY_FRAGMENT(kimi_k3, m) { m.def("set_cpu_instructions(str name) -> str"); }
+STABLE_TORCH_LIBRARY_FRAGMENT(kimi_k3, m) {
+  m.def("set_cpu_instructions(str name) -> str");
+  m.def("cpu_instructions() -> str");
+}
 STABLE_TORCH_LIBRARY_IMPL(kimi_k3, CompositeExplicitAutograd, m) {
   m.impl("set_cpu_instructions", TORCH_BOX(&kimi_k3::set_cpu_instructions));
+  m.impl("cpu_instructions", TORCH_BOX(&kimi_k3::cpu_instructions));
 }

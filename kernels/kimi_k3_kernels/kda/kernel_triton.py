@@ -26,7 +26,6 @@ from kimi_k3_kernels.gpu import (
     num_places,
     only_if,
     search_steps,
-    solve_precision,
     target_of,
 )
 from kimi_k3_kernels.short_conv.kernel_triton import copy_overwritten
@@ -292,18 +291,19 @@ def _run_chunks(
     target = target_of(q.device)
     precision = dot_precision(q.dtype, target)
     read_slots, write_slots, cu_seqlens = map(indices, (read_slots, write_slots, cu_seqlens))
-    is_export = export_at is not None and export_slots is not None and export_at.shape[0] > 0
-    at, to = (indices(export_at), indices(export_slots)) if is_export else (read_slots, read_slots)
-    num_exports = at.shape[0] if is_export else 0
+    at, to, num_exports = read_slots, read_slots, 0
+    if export_at is not None and export_slots is not None and export_at.shape[0] > 0:
+        at, to, num_exports = indices(export_at), indices(export_slots), export_at.shape[0]
     token_bytes = 4 * (2 * key_dim + value_dim + CHUNK) * max(tokens, 1)
     group = max(1, min(heads, WORKSPACE_BYTES // token_bytes))
     block_k, block_v = block_of(key_dim), block_of(value_dim)
     part_v = min(32, block_v)
     with torch.cuda.device_of(q):
-        copies, copied = copy_overwritten(state_pool, read_slots, write_slots, to if is_export else None)
-        wide = {"dtype": torch.float32, "device": q.device}
-        w, cumulative = (torch.empty((tokens, group, key_dim), **wide) for _ in range(2))
-        u, B = torch.empty((tokens, group, value_dim), **wide), torch.empty((tokens, group, CHUNK), **wide)
+        copies, copied = copy_overwritten(state_pool, read_slots, write_slots, to if num_exports else None)
+        w, cumulative, u, B = (
+            torch.empty((tokens, group, width), dtype=torch.float32, device=q.device)
+            for width in (key_dim, key_dim, value_dim, CHUNK)
+        )
         for first in range(0, heads, group):
             size = min(group, heads - first)
             part = slice(first, first + size)
@@ -314,13 +314,13 @@ def _run_chunks(
                     w, u, cumulative, B, q_part, k_part, v_part, decay_part, beta_part, cu_seqlens, count,
                     search_steps(count), size, key_dim, value_dim, *q.stride(), *k.stride(), *v.stride(),
                     *log_decay.stride(), *beta.stride(), CHUNK=CHUNK, TILE=TILE, BLOCK_K=block_k, BLOCK_V=block_v,
-                    PRECISION=precision, SOLVE=solve_precision(q.dtype, target), num_warps=4,
+                    PRECISION=precision, SOLVE=dot_precision(torch.float32, target), num_warps=4,
                 )  # fmt: skip
             _scan_kernel[(count, size, triton.cdiv(value_dim, part_v))](
                 out_part, w, u, cumulative, B, q_part, k_part, state_pool, read_slots, write_slots, copies, copied,
                 cu_seqlens, at, to, num_exports, state_pool.shape[0], size, heads, first, key_dim, value_dim, *q.stride(),
                 *k.stride(), *out.stride()[:2], *state_pool.stride(), CHUNK=CHUNK, BLOCK_K=block_k, BLOCK_V=part_v,
-                PRECISION=precision, EXPORT=is_export, num_warps=8, num_stages=1,
+                PRECISION=precision, EXPORT=num_exports > 0, num_warps=8, num_stages=1,
             )  # fmt: skip
     return out
 

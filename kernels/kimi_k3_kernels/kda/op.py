@@ -63,7 +63,9 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
 
 
 def _refuse(ctx: Any, inputs: tuple[Any, ...]) -> None:
-    raise NotImplementedError("kda_recurrent has no gradient: it is for inference, under torch.no_grad(); want kda_chunk")
+    raise NotImplementedError(
+        "kda_recurrent has no gradient: it is for inference, under torch.no_grad(); want kda_chunk"
+    )
 
 
 define_gradient(kda_chunk_op, (0, 1, 2, 3, 4), _save, _backward)

@@ -17,6 +17,7 @@ from kimi_k3_kernels.gpu import (
     DTYPES,
     block_of,
     dot,
+    dot_precision,
     find_sequence,
     indices,
     is_amd,
@@ -36,6 +37,7 @@ def _latent_kernel(
     out_ptr, lse_ptr, q_ptr, pool_ptr, table_ptr, lens_ptr, cu_ptr, scale_log2, num_sequences, steps, heads, rank, width,
     page, table_width, pool_pages, splits, q_T, q_H, q_C, pool_P, pool_B, pool_C, table_N, table_B,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, DECODE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Rows are (token, head) pairs of one sequence. out [T, H, splits, R], lse [T, H, splits] in powers of two."""
     place, split = tl.program_id(0), tl.program_id(1)
@@ -79,14 +81,14 @@ def _latent_kernel(
         shared_ptrs = latent_ptrs + (rank + shared[None, :]) * pool_C
         key_shared = tl.load(shared_ptrs, mask=held[:, None] & inside_S[None, :], other=0.0)
         latent = latent.to(q.dtype)
-        scores = dot(q, tl.trans(latent), tl.zeros((BLOCK_M, BLOCK_N), tl.float32), "ieee")
-        scores = dot(q_shared, tl.trans(key_shared.to(q.dtype)), scores, "ieee")
+        scores = dot(q, tl.trans(latent), tl.zeros((BLOCK_M, BLOCK_N), tl.float32), PRECISION)
+        scores = dot(q_shared, tl.trans(key_shared.to(q.dtype)), scores, PRECISION)
         scores = tl.where(seen[None, :], scores * scale_log2, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, axis=1))
         kept = tl.exp2(top - new_top)
         weights = tl.exp2(scores - new_top[:, None])
         total = total * kept + tl.sum(weights, axis=1)
-        acc = dot(weights.to(q.dtype), latent, acc * kept[:, None], "ieee")
+        acc = dot(weights.to(q.dtype), latent, acc * kept[:, None], PRECISION)
         top = new_top
     # A split without tokens has weight zero.
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
@@ -122,7 +124,7 @@ def _new_tokens_kernel(
     out_ptr, q_ptr, expanded_ptr, latent_ptr, past_ptr, lse_ptr, cu_ptr, scale_log2, num_sequences, steps, heads, first_head,
     nope, shared_dim, value_dim, rank, q_T, q_H, q_C, latent_T, latent_C, past_T, past_H, past_V, out_T, out_H,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_V: tl.constexpr,
-    HAS_PAST: tl.constexpr,
+    HAS_PAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Causal attention of one head over the new tokens of a sequence, on top of its earlier ones."""
     place = tl.program_id(0)
@@ -159,15 +161,15 @@ def _new_tokens_kernel(
         shared_ptrs = latent_ptr + key_token * latent_T + (rank + shared[None, :]) * latent_C
         k_shared = tl.load(shared_ptrs, mask=held & inside_S[None, :], other=0.0)
         v = tl.load(key_ptrs + nope + value[None, :], mask=held & inside_V[None, :], other=0.0)
-        scores = dot(q, tl.trans(k), tl.zeros((BLOCK_M, BLOCK_N), tl.float32), "ieee")
-        scores = dot(q_shared, tl.trans(k_shared.to(q.dtype)), scores, "ieee")
+        scores = dot(q, tl.trans(k), tl.zeros((BLOCK_M, BLOCK_N), tl.float32), PRECISION)
+        scores = dot(q_shared, tl.trans(k_shared.to(q.dtype)), scores, PRECISION)
         # The first tile holds a key that each row sees, so the largest score is finite from then on.
         scores = tl.where(key[None, :] <= row[:, None], scores * scale_log2, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, axis=1))
         kept = tl.exp2(top - new_top)
         weights = tl.exp2(scores - new_top[:, None])
         total = total * kept + tl.sum(weights, axis=1)
-        acc = dot(weights.to(q.dtype), v, acc * kept[:, None], "ieee")
+        acc = dot(weights.to(q.dtype), v, acc * kept[:, None], PRECISION)
         top = new_top
     acc = acc / total[:, None]
     out_ptrs = out_ptr + token[:, None] * out_T + (first_head + head) * out_H + value[None, :]
@@ -194,7 +196,8 @@ def mla_decode(
     out = torch.empty((count, heads, value_dim), dtype=q.dtype, device=q.device)
     if out.numel() == 0:
         return out
-    rows, keys = _tile(q.dtype, target_of(q.device))
+    target = target_of(q.device)
+    (rows, keys), precision = _tile(q.dtype, target), dot_precision(q.dtype, target)
     blocks = count * triton.cdiv(heads, rows)
     # From the tables' width alone: the lengths are on the device.
     splits = max(1, min(triton.cdiv(block_tables.shape[1] * page, SPLIT_TOKENS), PROGRAMS // blocks))
@@ -206,7 +209,7 @@ def mla_decode(
             parts, lse, q, latent_pool, block_tables, kv_lens, kv_lens, scale * LOG2_E, count, 0, heads, value_dim, width,
             page, block_tables.shape[1], latent_pool.shape[0], splits, *q.stride(), *latent_pool.stride(),
             *block_tables.stride(), BLOCK_M=rows, BLOCK_N=keys, BLOCK_R=block_r, BLOCK_S=block_of(width - value_dim),
-            DECODE=True, num_warps=8, num_stages=2,
+            DECODE=True, PRECISION=precision, num_warps=8, num_stages=2,
         )  # fmt: skip
         _merge_kernel[(count * heads,)](out, parts, lse, splits, value_dim, BLOCK_R=block_r, num_warps=4)
     return out
@@ -222,13 +225,14 @@ def _earlier_tokens(
     queries = torch.cat([absorbed_THR, q[..., nope:]], dim=-1)
     context_THR = torch.empty((tokens, heads, rank), dtype=q.dtype, device=q.device)
     lse_TH = torch.empty((tokens, heads), dtype=torch.float32, device=q.device)
-    rows, keys = _tile(q.dtype, target_of(q.device))
+    target = target_of(q.device)
+    rows, keys = _tile(q.dtype, target)
     count = past_lens.shape[0]
     _latent_kernel[(num_places(tokens * heads, rows, count), 1)](
         context_THR, lse_TH, queries, latent_pool, block_tables, past_lens, cu_seqlens, scale * LOG2_E, count,
         search_steps(count), heads, rank, rank + width_q - nope, page, block_tables.shape[1], latent_pool.shape[0], 1,
         *queries.stride(), *latent_pool.stride(), *block_tables.stride(), BLOCK_M=rows, BLOCK_N=keys,
-        BLOCK_R=block_of(rank), BLOCK_S=block_of(width_q - nope), DECODE=False, num_warps=8, num_stages=2,
+        BLOCK_R=block_of(rank), BLOCK_S=block_of(width_q - nope), DECODE=False, PRECISION=dot_precision(q.dtype, target), num_warps=8, num_stages=2,
     )  # fmt: skip
     return torch.einsum("thr,hvr->thv", context_THR, weight_HOR[:, nope:]), lse_TH
 
@@ -252,6 +256,7 @@ def mla_prefill(
     past_lens, cu_seqlens = indices(past_lens), indices(cu_seqlens)
     has_past = latent_pool.shape[0] > 0 and block_tables.shape[1] > 0
     group = max(1, min(heads, WORKSPACE_BYTES // (tokens * 2 * (rank + width_q) * q.element_size())))
+    precision = dot_precision(q.dtype, target_of(q.device))
     rows, keys = (32, 32) if q.dtype == torch.float32 else (64, 64)
     with torch.cuda.device_of(q):
         for first in range(0, heads, group):
@@ -268,6 +273,6 @@ def mla_prefill(
                 out, q_part, expanded, latent, past, lse, cu_seqlens, scale * LOG2_E, count, search_steps(count), size,
                 first, nope, shared, value_dim, rank, *q.stride(), *latent.stride(), *past.stride(), *out.stride()[:2],
                 BLOCK_M=rows, BLOCK_N=keys, BLOCK_K=block_of(nope), BLOCK_S=block_of(shared),
-                BLOCK_V=block_of(value_dim), HAS_PAST=has_past, num_warps=4, num_stages=2,
+                BLOCK_V=block_of(value_dim), HAS_PAST=has_past, PRECISION=precision, num_warps=4, num_stages=2,
             )  # fmt: skip
     return out

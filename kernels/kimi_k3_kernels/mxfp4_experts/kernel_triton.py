@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kimi_k3_kernels.gpu import DTYPES, dot, only_if, target_of
+from kimi_k3_kernels.gpu import DTYPES, dot, dot_precision, only_if, target_of
 
 INPUTS = (torch.float32, torch.bfloat16)  # float16 lacks the exponents
 SCALED_TARGETS = ("sm_100", "sm_103", "sm_120", "gfx950")  # chips with a product of scaled FP4
@@ -47,7 +47,7 @@ def _decode(packed, scales, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 @triton.jit
 def _add_product(
     acc, packed_ptr, scale_ptr, x, first, row, inside, columns, packed_O, packed_I, scale_O, scale_I,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SCALED: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """acc [N, M] + w[rows, first : first + BLOCK_K] x, x [M, BLOCK_K], zero beyond `columns`."""
     byte = first // 2 + tl.arange(0, BLOCK_K // 2)
@@ -60,7 +60,7 @@ def _add_product(
         acc = tl.dot_scaled(packed, scales, "e2m1", tl.trans(x), None, "bf16", acc)
     else:
         weights = _decode(packed, scales, BLOCK_N, BLOCK_K).to(x.dtype)
-        acc = dot(weights, tl.trans(x), acc, "ieee")
+        acc = dot(weights, tl.trans(x), acc, PRECISION)
     return acc
 
 
@@ -83,7 +83,7 @@ def _dequantize_kernel(
 @triton.jit
 def _linear_kernel(
     out_ptr, x_ptr, packed_ptr, scale_ptr, rows, num_out, num_in, x_T, x_I, packed_O, packed_I, scale_O, scale_I,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SCALED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     token = (tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     channel = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
@@ -95,7 +95,7 @@ def _linear_kernel(
         x = tl.load(x_ptrs, mask=valid[:, None] & (column < num_in)[None, :], other=0.0)
         acc = _add_product(
             acc, packed_ptr, scale_ptr, x, first, channel, inside, num_in, packed_O, packed_I, scale_O, scale_I,
-            BLOCK_N, BLOCK_K, SCALED,
+            BLOCK_N, BLOCK_K, SCALED, PRECISION,
         )  # fmt: skip
     out_ptrs = out_ptr + token[None, :] * num_out + channel[:, None]
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=valid[None, :] & inside[:, None])
@@ -117,7 +117,7 @@ def _gate_up_kernel(
     hidden_ptr, x_ptr, place_ptr, starts_ptr, block_slot_ptr, block_first_ptr, w1_ptr, s1_ptr, w3_ptr, s3_ptr,
     choices, width, latent, beta, linear_beta, x_T, x_L, w1_S, w1_O, w1_I, s1_S, s1_O, s1_I, w3_S, w3_O, w3_I,
     s3_S, s3_O, s3_I, HAS_LINEAR_BETA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, SCALED: tl.constexpr,
+    BLOCK_K: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """hidden [T A, F], in the order of slots."""
     block = tl.program_id(1)
@@ -137,11 +137,11 @@ def _gate_up_kernel(
         x = tl.load(x_ptrs, mask=valid[:, None] & (column < latent)[None, :], other=0.0)
         gate = _add_product(
             gate, w1_ptr + slot * w1_S, s1_ptr + slot * s1_S, x, first, channel, inside, latent, w1_O, w1_I, s1_O, s1_I,
-            BLOCK_N, BLOCK_K, SCALED,
+            BLOCK_N, BLOCK_K, SCALED, PRECISION,
         )  # fmt: skip
         up = _add_product(
             up, w3_ptr + slot * w3_S, s3_ptr + slot * s3_S, x, first, channel, inside, latent, w3_O, w3_I, s3_O, s3_I,
-            BLOCK_N, BLOCK_K, SCALED,
+            BLOCK_N, BLOCK_K, SCALED, PRECISION,
         )  # fmt: skip
     # Products are rounded to the dtype of x, as the reference's are.
     dtype = hidden_ptr.dtype.element_ty
@@ -158,7 +158,7 @@ def _gate_up_kernel(
 def _down_kernel(
     outputs_ptr, hidden_ptr, place_ptr, starts_ptr, block_slot_ptr, block_first_ptr, w2_ptr, s2_ptr, width, latent,
     w2_S, w2_O, w2_I, s2_S, s2_O, s2_I,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SCALED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """outputs [T A, L], in the order of the choices."""
     block = tl.program_id(1)
@@ -176,7 +176,7 @@ def _down_kernel(
         hidden = tl.load(hidden_ptrs, mask=valid[:, None] & (column < width)[None, :], other=0.0)
         acc = _add_product(
             acc, w2_ptr + slot * w2_S, s2_ptr + slot * s2_S, hidden, first, channel, inside, width, w2_O, w2_I, s2_O, s2_I,
-            BLOCK_N, BLOCK_K, SCALED,
+            BLOCK_N, BLOCK_K, SCALED, PRECISION,
         )  # fmt: skip
     place = tl.load(place_ptr + row, mask=valid, other=0).to(tl.int64)
     outputs_ptrs = outputs_ptr + place[None, :] * latent + channel[:, None]
@@ -242,7 +242,7 @@ def mxfp4_linear(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
     with torch.cuda.device_of(x):
         _linear_kernel[grid](
             out, rows_TI, packed, scale, rows_TI.shape[0], packed.shape[0], x.shape[-1], *rows_TI.stride(),
-            *packed.stride(), *scale.stride(), **tiles, SCALED=_is_scaled(x.dtype, x.device),
+            *packed.stride(), *scale.stride(), **tiles, SCALED=_is_scaled(x.dtype, x.device), PRECISION=dot_precision(x.dtype, target_of(x.device)),
         )  # fmt: skip
     return out
 
@@ -284,6 +284,7 @@ def mxfp4_experts(
     places, starts, block_slots, block_firsts = _blocks(slots, num_slots, tiles["BLOCK_M"])
     hidden = torch.empty((slots.shape[0], width), dtype=x.dtype, device=x.device)
     outputs = torch.empty((slots.shape[0], latent), dtype=x.dtype, device=x.device)
+    precision = dot_precision(x.dtype, target_of(x.device))
     scaled, blocks = _is_scaled(x.dtype, x.device), block_slots.shape[0]
     with torch.cuda.device_of(x):
         if blocks:
@@ -291,11 +292,11 @@ def mxfp4_experts(
                 hidden, x, places, starts, block_slots, block_firsts, w1_packed, w1_scale, w3_packed, w3_scale, choices,
                 width, latent, beta, 1.0 if linear_beta is None else linear_beta, *x.stride(), *w1_packed.stride(),
                 *w1_scale.stride(), *w3_packed.stride(), *w3_scale.stride(), HAS_LINEAR_BETA=linear_beta is not None,
-                **tiles, SCALED=scaled,
+                **tiles, SCALED=scaled, PRECISION=precision,
             )  # fmt: skip
             _down_kernel[(triton.cdiv(latent, tiles["BLOCK_N"]), blocks)](
                 outputs, hidden, places, starts, block_slots, block_firsts, w2_packed, w2_scale, width, latent,
-                *w2_packed.stride(), *w2_scale.stride(), **tiles, SCALED=scaled,
+                *w2_packed.stride(), *w2_scale.stride(), **tiles, SCALED=scaled, PRECISION=precision,
             )  # fmt: skip
         block = min(1024, triton.next_power_of_2(latent))
         _weighted_sum_kernel[(tokens, triton.cdiv(latent, block))](

@@ -10,6 +10,8 @@ from torch import Tensor
 from kimi_k3_kernels.library import define_gpu_kernel, define_gradient, define_op, require
 from kimi_k3_kernels.mxfp4_experts.reference import (
     GROUP,
+    combine_backward_reference,
+    combine_reference,
     dense_experts_backward_reference,
     dense_experts_reference,
     mxfp4_dequantize_reference,
@@ -49,6 +51,16 @@ mxfp4_experts_backward_op = define_op(
     mxfp4_experts_backward_reference,
     lambda grad, x, topk_ids, topk_weights, *_: (_like(x), _like(topk_weights)),
 )
+mxfp4_combine_op = define_op(
+    "mxfp4_combine(Tensor outputs, Tensor topk_weights) -> Tensor",
+    combine_reference,
+    lambda outputs, topk_weights: outputs.new_empty((outputs.shape[0], outputs.shape[2])),
+)
+mxfp4_combine_backward_op = define_op(
+    "mxfp4_combine_backward(Tensor grad, Tensor outputs, Tensor topk_weights) -> (Tensor, Tensor)",
+    combine_backward_reference,
+    lambda grad, outputs, topk_weights: (_like(outputs), _like(topk_weights)),
+)
 dense_experts_op = define_op(
     f"dense_experts({_ROUTED}, {_DENSE}) -> Tensor", dense_experts_reference, lambda x, *_: _like(x)
 )
@@ -72,6 +84,14 @@ def _dense_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
     return dense_experts_backward_op(grad.contiguous(), *ctx.saved_tensors, ctx.beta, ctx.linear_beta)
 
 
+def _combine_save(ctx: Any, inputs: tuple[Any, ...]) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _combine_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+    return mxfp4_combine_backward_op(grad.contiguous(), *ctx.saved_tensors)
+
+
 def _linear_save(ctx: Any, inputs: tuple[Any, ...]) -> None:
     ctx.save_for_backward(*inputs[1:])
 
@@ -82,6 +102,7 @@ def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor]:
 
 define_gradient(mxfp4_experts_op, (0, 2), _save, _packed_backward)
 define_gradient(dense_experts_op, (0, 2, 3, 4, 5), _save, _dense_backward)
+define_gradient(mxfp4_combine_op, (0, 1), _combine_save, _combine_backward)
 define_gradient(mxfp4_linear_op, (0,), _linear_save, _linear_backward)
 
 
@@ -168,6 +189,19 @@ def mxfp4_experts(
         x, topk_ids, topk_weights, w1_packed, w1_scale, w3_packed, w3_scale, w2_packed, w2_scale, slot_table, beta,
         linear_beta,
     )  # fmt: skip
+
+
+def mxfp4_combine(outputs: Tensor, topk_weights: Tensor) -> Tensor:
+    """The last sum of `mxfp4_experts` alone, in the order of the choices: outputs [T, A, L], topk_weights [T, A] -> [T, L].
+
+    Bit for bit what `mxfp4_experts` makes of its choices' rows: for rows that were computed elsewhere. Gradients flow to
+    both.
+    """
+    require(
+        outputs.ndim == 3 and outputs.shape[:2] == topk_weights.shape, "mxfp4_combine",
+        "outputs [T, A, L], topk_weights [T, A]", outputs=outputs, topk_weights=topk_weights,
+    )  # fmt: skip
+    return mxfp4_combine_op(outputs, topk_weights)
 
 
 def dense_experts(

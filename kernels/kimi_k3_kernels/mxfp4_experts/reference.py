@@ -108,15 +108,26 @@ def _experts_forward(
     x: Tensor, topk_ids: Tensor, topk_weights: Tensor, slot_table: Tensor, weights_of: _WeightsOf,
     beta: float, linear_beta: float | None,
 ) -> Tensor:  # fmt: skip
-    compute, experts_a_token = compute_dtype(x), topk_ids.shape[1]
+    experts_a_token = topk_ids.shape[1]
     # Each choice has a row of its own, and the sum runs over a token's choices in order: no order of experts shows.
     outputs = x.new_empty((topk_ids.numel(), x.shape[1]))
     for slot, places in _by_slot(topk_ids, slot_table):
         w1, w3, w2 = weights_of(slot, x.dtype)
         rows = x[places // experts_a_token]
         outputs[places] = _linear(situ(_linear(rows, w1), _linear(rows, w3), beta, linear_beta), w2)
-    weighted = outputs.view(*topk_ids.shape, x.shape[1]).to(compute) * topk_weights.to(compute)[..., None]
-    return weighted.sum(1).to(x.dtype)
+    return combine_reference(outputs.view(*topk_ids.shape, x.shape[1]), topk_weights)
+
+
+def combine_reference(outputs: Tensor, topk_weights: Tensor) -> Tensor:
+    compute = compute_dtype(outputs)
+    return (outputs.to(compute) * topk_weights.to(compute)[..., None]).sum(1).to(outputs.dtype)
+
+
+def combine_backward_reference(grad: Tensor, outputs: Tensor, topk_weights: Tensor) -> tuple[Tensor, Tensor]:
+    compute = compute_dtype(outputs)
+    wide = grad.to(compute)[:, None]
+    grad_outputs = (wide * topk_weights.to(compute)[..., None]).to(outputs.dtype)
+    return grad_outputs, (wide * outputs.to(compute)).sum(-1).to(topk_weights.dtype)
 
 
 class _WeightsOf:

@@ -130,7 +130,7 @@ def _write_windows_kernel(
         length = tl.load(cu_ptr + n + 1).to(tl.int64) - start
     inside = only_if(channel < num_channels, (slot >= 0) & (slot < num_slots))
     for i in tl.static_range(TAPS - 1):
-        position = length - (TAPS - 1) + i
+        position = length - (TAPS - 1) + i + channel * 0  # the same for each channel
         value = _tap(windows_ptr, x_ptr, n, start, position, channel, inside, TAPS - 1, num_channels, x_T, x_C)
         out_ptr = pool_ptr + slot * pool_S + i * pool_W + channel * pool_C
         tl.store(out_ptr, value.to(pool_ptr.dtype.element_ty), mask=inside)

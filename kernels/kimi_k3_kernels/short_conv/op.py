@@ -113,9 +113,7 @@ def short_conv_export(
         "short_conv_export", "cu_seqlens [N + 1], read_slots [N], export_at and export_slots [X]",
         cu_seqlens=cu_seqlens, read_slots=read_slots, export_at=export_at, export_slots=export_slots,
     )  # fmt: skip
-    return short_conv_export_op(
-        x, weight, conv_pool, read_slots, write_slots, cu_seqlens, export_at, export_slots
-    )
+    return short_conv_export_op(x, weight, conv_pool, read_slots, write_slots, cu_seqlens, export_at, export_slots)
 
 
 def short_conv_step_(x: Tensor, weight: Tensor, conv_pool: Tensor, read_slots: Tensor, write_slots: Tensor) -> Tensor:

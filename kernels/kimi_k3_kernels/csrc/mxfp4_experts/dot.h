@@ -33,7 +33,7 @@ inline float scale_value(uint8_t exponent) {
   return value;
 }
 
-// Any machine: float32 sums in 8 lanes. The body is inlined into functions for each instruction set.
+// Any machine: float32 sums in 8 lanes.
 template <class T>
 struct PlainRows {
   using Element = float;
@@ -55,8 +55,7 @@ struct PlainRows {
     for (int64_t i = 0; i < count; ++i) sum[i] += weight * load(row + i);
   }
 
-  static inline __attribute__((always_inline)) void body(const PackedMatrix& w, int64_t first, int64_t count,
-                                                         const float* const* x, int64_t m_count, float* out) {
+  static void rows(const PackedMatrix& w, int64_t first, int64_t count, const float* const* x, int64_t m_count, float* out) {
     std::vector<float> decoded(w.in);
     for (int64_t n = 0; n < count; ++n) {
       const uint8_t *codes = w.code_row(first + n), *scales = w.scale_row(first + n);
@@ -76,21 +75,6 @@ struct PlainRows {
         out[m * kBlockRows + n] = ((lanes[0] + lanes[4]) + (lanes[1] + lanes[5])) + ((lanes[2] + lanes[6]) + (lanes[3] + lanes[7]));
       }
     }
-  }
-  static void generic(const PackedMatrix& w, int64_t first, int64_t count, const float* const* x, int64_t m, float* out) {
-    body(w, first, count, x, m, out);
-  }
-#if KIMI_K3_X86
-  KIMI_K3_AVX2 static void avx2(const PackedMatrix& w, int64_t first, int64_t count, const float* const* x, int64_t m,
-                                float* out) {
-    body(w, first, count, x, m, out);
-  }
-#endif
-  static void rows(const PackedMatrix& w, int64_t first, int64_t count, const float* const* x, int64_t m, float* out) {
-#if KIMI_K3_X86
-    if (active_isa() >= Isa::avx2) return avx2(w, first, count, x, m, out);
-#endif
-    generic(w, first, count, x, m, out);
   }
   static void activate(const float* gate, const float* up, int64_t count, const Situ& s, float* hidden) {
     for (int64_t n = 0; n < count; ++n) hidden[n] = situ(gate[n], up[n], s);

@@ -1,5 +1,5 @@
 // The routed experts from packed weights: choices sorted by slot, each packed tile decoded once for all its rows.
-#include "dot.h"
+#include "dot_avx2.h"
 
 namespace kimi_k3 {
 
@@ -51,6 +51,21 @@ Choices sort_by_slot(const Integers& ids, int64_t first, int64_t count, const In
   out.order.resize(count);
   for (int64_t i = 0; i < count; ++i) out.order[counts[slot_of[i]]++] = i;
   return out;
+}
+
+// out[t] = sum_a weights[t, a] outputs[t, a], in the order of a.
+template <class Rows>
+void combine(const typename Rows::Activation* outputs, const float* weights, int64_t tokens, int64_t topk, int64_t latent,
+             typename Rows::Activation* out) {
+  parallel(tokens, 8, [&](int64_t begin, int64_t end) {
+    std::vector<float> sum(latent);
+    for (int64_t t = begin; t < end; ++t) {
+      std::fill(sum.begin(), sum.end(), 0.0f);
+      for (int64_t a = 0; a < topk; ++a)
+        Rows::add_weighted(sum.data(), weights[t * topk + a], outputs + (t * topk + a) * latent, latent);
+      for (int64_t k = 0; k < latent; ++k) store(out + t * latent + k, sum[k]);
+    }
+  });
 }
 
 template <class Rows>
@@ -116,15 +131,7 @@ void run_panel(const typename Rows::Activation* x, const Integers& ids, const fl
     }
   });
 
-  parallel(tokens, 8, [&](int64_t begin, int64_t end) {
-    std::vector<float> sum(latent);
-    for (int64_t t = begin; t < end; ++t) {
-      std::fill(sum.begin(), sum.end(), 0.0f);
-      for (int64_t a = 0; a < topk; ++a)
-        Rows::add_weighted(sum.data(), weights[(first + t) * topk + a], &outputs[(t * topk + a) * latent], latent);
-      for (int64_t k = 0; k < latent; ++k) store(out + (first + t) * latent + k, sum[k]);
-    }
-  });
+  combine<Rows>(outputs.data(), weights + first * topk, tokens, topk, latent, out + first * latent);
 }
 
 template <class Rows>
@@ -177,6 +184,34 @@ Tensor mxfp4_experts(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w1_p
     is_bf16 ? call(Bf16Rows{}) : call(Float32Rows{});
     return out;
   }
+  if (active_isa() == Isa::avx2) {
+    is_bf16 ? call(Avx2Rows<bfloat16>{}) : call(Avx2Rows<float>{});
+    return out;
+  }
+#endif
+  is_bf16 ? call(PlainRows<bfloat16>{}) : call(PlainRows<float>{});
+  return out;
+}
+
+Tensor mxfp4_combine(Tensor outputs, Tensor topk_weights) {
+  const bool is_bf16 = outputs.scalar_type() == ScalarType::BFloat16;
+  if (!(is_bf16 || outputs.scalar_type() == ScalarType::Float) || topk_weights.scalar_type() != ScalarType::Float)
+    return reference_tensor("mxfp4_combine", outputs, topk_weights);
+  check_sizes("mxfp4_combine", "outputs", outputs, {-1, -1, -1});
+  check_sizes("mxfp4_combine", "topk_weights", topk_weights, {outputs.size(0), outputs.size(1)});
+  outputs = make_contiguous(outputs);
+  topk_weights = make_contiguous(topk_weights);
+  Tensor out = new_tensor(outputs, {outputs.size(0), outputs.size(2)});
+  auto call = [&](auto rows) {
+    using Activation = typename decltype(rows)::Activation;
+    combine<decltype(rows)>(data<Activation>(outputs), data<float>(topk_weights), outputs.size(0), outputs.size(1),
+                            outputs.size(2), mutable_data<Activation>(out));
+  };
+#if KIMI_K3_X86
+  if (active_isa() == Isa::avx512) {
+    is_bf16 ? call(Bf16Rows{}) : call(Float32Rows{});
+    return out;
+  }
 #endif
   is_bf16 ? call(PlainRows<bfloat16>{}) : call(PlainRows<float>{});
   return out;
@@ -186,4 +221,7 @@ Tensor mxfp4_experts(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w1_p
 
 }  // namespace kimi_k3
 
-STABLE_TORCH_LIBRARY_IMPL(kimi_k3, CPU, m) { m.impl("mxfp4_experts", TORCH_BOX(&kimi_k3::mxfp4_experts)); }
+STABLE_TORCH_LIBRARY_IMPL(kimi_k3, CPU, m) {
+  m.impl("mxfp4_experts", TORCH_BOX(&kimi_k3::mxfp4_experts));
+  m.impl("mxfp4_combine", TORCH_BOX(&kimi_k3::mxfp4_combine));
+}

@@ -1,0 +1,3 @@
+from kimi_k3_kernels.kda_gates.op import kda_gates
+
+__all__ = ["kda_gates"]

@@ -156,8 +156,7 @@ class Asked:
 
     @property
     def is_served(self) -> bool:
-        """An end of its own, or all tokens that it asked for."""
-        return self.finish_reason == "stop" or (self.finish_reason == "length" and len(self.tokens) == self.wanted)
+        return self.finish_reason == "length" and len(self.tokens) == self.wanted
 
     @property
     def first_token_s(self) -> float:
@@ -257,7 +256,7 @@ class Driver:
         wanted = self.sessions[number].turns[turn]
         prompt = self.histories[number] + self._ids(f"{number} {turn}", wanted.user)
         ends = self.message_ends[number] = [*self.message_ends[number], len(self.histories[number])]
-        rid = self.gen.add(prompt, SamplingParams(max_new_tokens=wanted.reply), snapshot_at=ends)
+        rid = self.gen.add(prompt, SamplingParams(max_new_tokens=wanted.reply, ignore_eos=True), snapshot_at=ends)
         self.live[rid] = Asked(number, turn, prompt, wanted.reply, self.clock())
         self.all.append(self.live[rid])
 
@@ -472,7 +471,7 @@ def calibrate(setup: Setup) -> tuple[float, float]:
     with KimiK3Generator(setup.model, max_num_seqs=8, num_blocks=64, prefix_cache=False) as gen:
         rng = random.Random(0)
         for _ in range(8):
-            gen.add([rng.randrange(1000) for _ in range(64)], SamplingParams(max_new_tokens=16))
+            gen.add([rng.randrange(1000) for _ in range(64)], SamplingParams(max_new_tokens=16, ignore_eos=True))
         gen.step()
         gen.step()
         start = clock()

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from kimi_k3.cache import BLOCK_SIZE
 from kimi_k3.engine.device_pools import DevicePools, PoolLayout
+from kimi_k3.engine.expert_counts import ExpertCounts
+from kimi_k3.engine.metrics import expert_metrics, exposition, metrics_of
 from kimi_k3.engine.page_pool import PagePool
 from kimi_k3.engine.prefix_index import Evicted, PrefixIndex, Snapshot, chain, choose_stride
 from kimi_k3.engine.request import GenerationResult, Request, RequestOutput, TokenLogprobs
@@ -672,6 +675,7 @@ class KimiK3Generator:
             self.index.on_evict = None
             self.index.clear()
             self.model.set_batch_invariant(self._was_invariant)
+            self.record_trace(None)
             self._is_closed = True
 
     def __enter__(self) -> KimiK3Generator:
@@ -704,6 +708,42 @@ class KimiK3Generator:
             if self.tiers is not None:
                 out["tiers"] = self.tiers.stats()
             return out
+
+    def prometheus(self, all_experts: bool = False) -> str:
+        """`stats` and, where they are counted, expert counts as Prometheus text; all_experts: not just the hottest few."""
+        metrics = metrics_of(self.stats())
+        experts = self.runner.experts
+        if experts is not None:
+            hottest = None if all_experts else 4
+            metrics += expert_metrics(experts.counts.cpu(), experts.layers, experts.bytes_per_layer, hottest=hottest)
+        return exposition(metrics)
+
+    def count_experts(self, is_on: bool = True) -> None:
+        """Start to count from zero which experts tokens choose, or stop; off costs nothing."""
+        with self._lock:
+            if self.runner.experts is not None:
+                self.runner.experts.record(None)
+            self.runner.experts = ExpertCounts(self.model) if is_on else None
+
+    def expert_counts(self) -> Tensor:
+        """[MoE layers, E] int64 on the CPU since `count_experts`: a row adds up to tokens that ran x experts per token.
+
+        Raises: ValueError unless they are being counted.
+        """
+        with self._lock:
+            if self.runner.experts is None:
+                raise ValueError("expert_counts: experts are not counted; call count_experts() first")
+            return self.runner.experts.counts.cpu()
+
+    def record_trace(self, path: str | Path | None) -> None:
+        """Write the experts of each following forward's tokens to `path`, in the form of `kimi_k3.parallel.traces`; None:
+        no more. Counts experts too.
+        """
+        with self._lock:
+            if self.runner.experts is None and path is not None:
+                self.count_experts()
+            if self.runner.experts is not None:
+                self.runner.experts.record(path)
 
     # Set-up.
 

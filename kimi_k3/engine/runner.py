@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kimi_k3.cache import PackedBatch
 from kimi_k3.engine.device_pools import DevicePools
+from kimi_k3.engine.expert_counts import ExpertCounts
 from kimi_k3.engine.page_pool import PagePool
 from kimi_k3.engine.request import Request
 
@@ -34,7 +35,7 @@ class Runner:
     def __init__(self, model: KimiK3ForCausalLM, pool: PagePool, pools: DevicePools) -> None:
         self.model, self.pool, self.pools = model, pool, pools
         self.block_size, self.device = pools.layout.block_size, model.device
-        self.expert_counts: Tensor | None = None  # [MoE layers, E] int64, of real tokens only
+        self.experts: ExpertCounts | None = None  # where they are counted
 
     @torch.no_grad()
     def run(self, pieces: list[Piece]) -> tuple[Tensor, Tensor]:
@@ -43,7 +44,9 @@ class Runner:
         """
         model = self.model.model
         batch = self._batch(pieces)
-        running_sum, bank, _, _ = model(self._embeds(pieces), batch, self.pools.pools)
+        running_sum, bank, _, router_logits = model(self._embeds(pieces), batch, self.pools.pools)
+        if self.experts is not None:
+            self.experts.add(router_logits, sum(piece.tokens for piece in pieces))
         ends, at = [], 0
         for piece in pieces:
             at += piece.tokens

@@ -81,7 +81,9 @@ def test_kernels_need_torch_and_the_standard_library_alone(module):
     outside = {name.split(".")[0] for name in imports_of(PARSED[module], only_at_import=True)}
     # Those that only the kernels on CUDA import.
     gpu = {"triton"} if module.endswith((".kernel_triton", ".gpu")) else set()
-    assert outside <= {"torch", "kimi_k3_kernels", *sys.stdlib_module_names} | gpu, f"{module} imports {sorted(outside)}"
+    assert outside <= {"torch", "kimi_k3_kernels", *sys.stdlib_module_names} | gpu, (
+        f"{module} imports {sorted(outside)}"
+    )
 
 
 def test_the_kernels_folder_is_no_package():

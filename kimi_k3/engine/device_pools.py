@@ -61,8 +61,18 @@ class PoolLayout:
 class DevicePools:
     """`num_pages` pages on the model's device, zeroed. `pools` is what the model's forward takes."""
 
-    def __init__(self, layout: PoolLayout, num_pages: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        layout: PoolLayout,
+        num_pages: int,
+        device: torch.device,
+        first_head: int = 0,
+        num_heads: int | None = None,
+    ) -> None:
         self.layout, self.num_pages = layout, num_pages
+        self.local_heads = layout.slot_parts[0][2].shape[1] if layout.slot_parts else 0
+        self.first_head = first_head  # of `num_heads` in all: another rank holds the others
+        self.num_heads = self.local_heads if num_heads is None else num_heads
         self.buffer = torch.zeros(num_pages * layout.page_bytes, dtype=torch.uint8, device=device)
         self._pages = self.buffer.view(num_pages, layout.page_bytes)
         self._blocks = self.buffer.view(-1, layout.block_bytes)
@@ -97,11 +107,16 @@ class DevicePools:
             self.pools[i][0][place, first:].zero_()
 
     def head_slices(self) -> list[tuple[int, int]]:
-        """The ranges of KDA heads in which states are stored."""
-        heads = self.layout.slot_parts[0][2].shape[1] if self.layout.slot_parts else 0
-        count = min(HEAD_SLICES, heads) or 1
-        edges = [heads * i // count for i in range(count + 1)]
-        return list(pairwise(edges))
+        """The ranges of KDA heads in which states are stored, counted over all ranks, that lie here."""
+        count = min(HEAD_SLICES, self.num_heads) or 1
+        edges = [self.num_heads * i // count for i in range(count + 1)]
+        here = (self.first_head, self.first_head + self.local_heads)
+        if not set(here) <= set(edges):
+            raise ValueError(f"tiers: want heads {here} of {self.num_heads} to be whole slices, with edges {edges}")
+        return [(a, b) for a, b in pairwise(edges) if here[0] <= a and b <= here[1]]
+
+    def _local(self, heads: tuple[int, int]) -> slice:
+        return slice(heads[0] - self.first_head, heads[1] - self.first_head)
 
     def read_block(self, place: int, rows: int) -> dict[str, Tensor]:
         """Copies on the CPU of a block's first `rows` latents: latents_<layer> [rows, R + rope]."""
@@ -120,18 +135,18 @@ class DevicePools:
         payload = {}
         for i in {i for i, _, _ in self.layout.slot_parts}:
             states, windows = self.pools[i]
-            payload[f"states_{i}"] = states[slot, slice(*heads)].to("cpu", copy=True)
+            payload[f"states_{i}"] = states[slot, self._local(heads)].to("cpu", copy=True)
             by_head = windows[slot].unflatten(-1, (3, states.shape[1], -1))
-            payload[f"windows_{i}"] = by_head[:, :, slice(*heads)].to("cpu", copy=True).contiguous()
+            payload[f"windows_{i}"] = by_head[:, :, self._local(heads)].to("cpu", copy=True).contiguous()
         return payload
 
     def write_slot(self, slot: int, heads: tuple[int, int], payload: dict[str, Tensor]) -> None:
         for i in {i for i, _, _ in self.layout.slot_parts}:
             states, windows = self.pools[i]
-            target = states[slot, slice(*heads)]
+            target = states[slot, self._local(heads)]
             _check(payload[f"states_{i}"], tuple(target.shape), target.dtype, f"states of layer {i}")
             target.copy_(payload[f"states_{i}"])
-            target = windows[slot].unflatten(-1, (3, states.shape[1], -1))[:, :, slice(*heads)]
+            target = windows[slot].unflatten(-1, (3, states.shape[1], -1))[:, :, self._local(heads)]
             _check(payload[f"windows_{i}"], tuple(target.shape), target.dtype, f"windows of layer {i}")
             target.copy_(payload[f"windows_{i}"])
 

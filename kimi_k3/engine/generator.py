@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kimi_k3.cache import BLOCK_SIZE
+from kimi_k3.engine.agreement import Agreement
 from kimi_k3.engine.device_pools import DevicePools, PoolLayout
 from kimi_k3.engine.expert_counts import ExpertCounts
 from kimi_k3.engine.metrics import expert_metrics, exposition, metrics_of
@@ -79,15 +80,18 @@ class KimiK3Generator:
         self.prefix_cache, self.scheduler = prefix_cache, scheduler
         self._schedule = SCHEDULERS[scheduler]
         layout = PoolLayout(model, block_size)
-        num_pages = self._num_pages(layout, memory, num_blocks)
-        self.pools = DevicePools(layout, num_pages, model.device)
+        self.agreement = Agreement(model)
+        (num_pages,) = self.agreement.least([self._num_pages(layout, memory, num_blocks)])
+        heads = model.config.text_config.kda_num_heads
+        first_head = heads // self.agreement.tp_size * self.agreement.tp_rank
+        self.pools = DevicePools(layout, num_pages, model.device, first_head, heads)
         self.pool = PagePool(num_pages, layout.blocks_per_page, self.pools.copy_block)
         self.index = PrefixIndex(self.pool, block_size, layout.slot_bytes, layout.block_bytes, on_evict=self._on_evict)
         self.runner = Runner(model, self.pool, self.pools)
         self._was_invariant = model.model.is_batch_invariant
         model.set_batch_invariant(batch_invariant)
         self._root = self._root_key(batch_invariant)
-        self.tiers = TierStore(tiers, self.pools, self.pool, self.index) if tiers else None
+        self.tiers = TierStore(tiers, self.pools, self.pool, self.index, self.agreement) if tiers else None
         self._ends = end_ids(model, None) | frozenset(tokenizer.end_token_ids if tokenizer is not None else ())
 
         self._requests: dict[int, Request] = {}  # not finished, in order of arrival
@@ -137,9 +141,9 @@ class KimiK3Generator:
         if any(not 0 < position <= len(ids) for position in boundaries):
             raise ValueError(f"add: want snapshot_at in 1..{len(ids)}, got {sorted(boundaries)}")
         self._refuse_if_it_never_fits(len(ids) + params.max_new_tokens)
-        seed = fresh_seed() if params.seed is None else params.seed
         with self._lock:
             self._refuse_if_closed()
+            seed = self.agreement.least([fresh_seed()])[0] if params.seed is None else params.seed
             first = self._next_rid
             for sample_idx in range(params.n):
                 self._queue(ids, params, seed + sample_idx, priority, boundaries, extra_key, timeout, embeds, first)
@@ -182,7 +186,9 @@ class KimiK3Generator:
         with self._lock:
             self._refuse_if_closed()
             started = time.perf_counter()
-            for request in [r for r in self._requests.values() if r.deadline < time.monotonic()]:
+            timed = [r for r in self._requests.values() if r.deadline < float("inf")]
+            is_late = self.agreement.most([int(r.deadline < time.monotonic()) for r in timed])
+            for request in [r for r, late in zip(timed, is_late) if late]:
                 self._finish(request, "timeout", is_published=False)
             outputs, self._finished_outputs = self._finished_outputs, []
             if self._requests:
@@ -786,7 +792,8 @@ class KimiK3Generator:
         model = self.model
         parts = [
             "kimi_k3 prefix 1", json.dumps(model.config.to_dict(), sort_keys=True, default=str), str(model.dtype),
-            str(self.block_size), weights_digest(model), "batch invariant" if batch_invariant else "",
+            str(self.block_size), self.agreement.weights_digest(model),
+            f"batch invariant, {self.agreement.tp_size} ranks" if batch_invariant else "",
         ]  # fmt: skip
         return hashlib.sha256("\n".join(parts).encode()).digest()
 
@@ -813,19 +820,6 @@ class KimiK3Generator:
     def _on_evict(self, evicted: Evicted) -> None:
         if self.tiers is not None:
             self.tiers.save(evicted)
-
-
-def weights_digest(model: KimiK3ForCausalLM) -> str:
-    """Tells models apart that differ in their weights or adapters: names, dtypes and 64 values of each tensor."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        flat = tensor.detach().reshape(-1)
-        if flat.is_meta:  # offloaded: told apart by the others alone
-            continue
-        picked = flat[:: max(1, flat.numel() // 64)][:64]
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(picked.cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _common_blocks(a: Sequence[bytes], b: Sequence[bytes]) -> int:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from kimi_k3.engine.agreement import Agreement
 from kimi_k3.engine.device_pools import DevicePools
 from kimi_k3.engine.page_pool import PagePool
 from kimi_k3.engine.prefix_index import Evicted, Node, PrefixIndex, Snapshot, chain
@@ -25,7 +26,10 @@ class TierStore:
         tiers: nearest first.     pools, pool, index: the generator's.
     """
 
-    def __init__(self, tiers: Sequence[Any], pools: DevicePools, pool: PagePool, index: PrefixIndex) -> None:
+    def __init__(
+        self, tiers: Sequence[Any], pools: DevicePools, pool: PagePool, index: PrefixIndex, agreement: Agreement
+    ) -> None:
+        self.agreement = agreement
         self.stack = TierStack(tiers)
         self.pools, self.pool, self.index = pools, pool, index
         self.block_size = pools.layout.block_size
@@ -60,6 +64,12 @@ class TierStore:
 
     def look_up(self, request: Request) -> None:
         """Find the deepest state in the tiers that lies beyond what the index has for a waiting request."""
+        self._find(request)
+        position = request.fetch_position if request.fetch_state == "absent" else 0
+        if self.agreement.least([position, -position]) != [position, -position]:  # not every rank finds the same
+            self.cancel(request)
+
+    def _find(self, request: Request) -> None:
         limit = len(request.tokens) - 1
         edges = {b - shift for b in request.boundaries for shift in (0, 1)}
         edges.add(limit)
@@ -101,13 +111,16 @@ class TierStore:
             self.counts["fetches"] += 1
 
     def poll(self, requests: Iterable[Request]) -> None:
-        for request in requests:
-            if request.fetch_state == "pending" and request.fetch.done():
-                request.fetch_state, request.fetched = "ready", request.fetch.results()
-                if request.fetch.failures:
-                    for reason in request.fetch.failures.values():
-                        self.counts[f"miss_{reason}"] += 1
-                    self._give_up(request)
+        """Take what has been read. A read is done where it is done on every rank, and failed where it failed on one."""
+        pending = [r for r in requests if r.fetch_state == "pending"]
+        done = self.agreement.least([int(r.fetch.done()) for r in pending])
+        ready = [request for request, is_done in zip(pending, done) if is_done]
+        for request in ready:
+            request.fetch_state, request.fetched = "ready", request.fetch.results()
+            self.counts.update(f"miss_{reason}" for reason in request.fetch.failures.values())
+        failed = self.agreement.most([int(bool(r.fetch.failures)) for r in ready])
+        for request in [request for request, has_failed in zip(ready, failed) if has_failed]:
+            self._give_up(request)
 
     def _give_up(self, request: Request) -> None:
         """That position is not to be had: a shallower one may be."""

@@ -1,0 +1,93 @@
+"""What ranks that run the same requests must decide alike, though a clock, a tier or a random seed differs between them.
+
+Under tensor and expert parallelism every rank has its own KimiK3Generator, gets the same calls in the same order, and holds
+the same requests, index and schedule; logits are equal on all ranks, so tokens are too. What is left is settled here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from kimi_k3.modeling_kimi_k3 import KimiK3ForCausalLM
+
+SAMPLES = 64  # values of each weight that its digest reads
+
+
+class Agreement:
+    """Of the ranks of `model.mesh`; without one, of this process alone, at no cost."""
+
+    def __init__(self, model: KimiK3ForCausalLM) -> None:
+        mesh: Any = getattr(model, "mesh", None)
+        self.size = 1 if mesh is None else mesh.size()
+        self.device = model.device
+        self.tp_rank, self.tp_size = 0, 1
+        if mesh is not None:
+            from kimi_k3.parallel.mesh import axis
+
+            if mesh.size() != dist.get_world_size():
+                raise ValueError(
+                    f"KimiK3Generator: want a mesh of all {dist.get_world_size()} ranks, got {mesh.size()}"
+                )
+            tp = axis(mesh, "tp")
+            if tp is not None:
+                self.tp_rank, self.tp_size = tp.get_local_rank(), tp.size()
+
+    def least(self, values: list[int]) -> list[int]:
+        """The smallest of each value over the ranks."""
+        if self.size == 1 or not values:
+            return values
+        tensor = torch.tensor(values, dtype=torch.int64, device=self.device)
+        dist.all_reduce(tensor, dist.ReduceOp.MIN)
+        return tensor.tolist()
+
+    def most(self, values: list[int]) -> list[int]:
+        return [-value for value in self.least([-value for value in values])]
+
+    def weights_digest(self, model: KimiK3ForCausalLM) -> str:
+        """Tells models apart that differ in weights or adapters: names, shapes, dtypes and 64 values of each parameter.
+
+        The same on every rank and for every parallel degree. Parameters that are offloaded are told by shape alone.
+        """
+        named = sorted(model.named_parameters())
+        sampled_PS = torch.full((len(named), SAMPLES), -torch.inf, dtype=torch.float64)
+        digest = hashlib.sha256()
+        for row, (name, parameter) in enumerate(named):
+            digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
+            if not parameter.is_meta and parameter.numel():
+                _sample_local(parameter.detach(), sampled_PS[row])
+        if self.size > 1:
+            shared = sampled_PS.to(self.device)
+            dist.all_reduce(shared, dist.ReduceOp.MAX)
+            sampled_PS = shared.cpu()
+        digest.update(sampled_PS.numpy().tobytes())
+        return digest.hexdigest()
+
+
+def _sample_local(parameter: Tensor, out_S: Tensor) -> None:
+    """Write those of the evenly spread values of the whole parameter that this rank holds."""
+    shape = list(parameter.shape)
+    first, local = [0] * len(shape), parameter
+    for mesh_dim, placement in enumerate(getattr(parameter, "placements", ())):
+        if placement.is_shard():
+            mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]
+            chunk = -(-shape[placement.dim] // mesh.size(mesh_dim))
+            first[placement.dim] += chunk * mesh.get_local_rank(mesh_dim)
+    if hasattr(parameter, "to_local"):
+        local = parameter.to_local()
+    rest = torch.arange(SAMPLES) * parameter.numel() // SAMPLES
+    places: list[Tensor] = []
+    for size in reversed(shape):
+        places.insert(0, rest % size)
+        rest = rest // size
+    places = [place - start for place, start in zip(places, first)]
+    is_here = torch.ones(SAMPLES, dtype=torch.bool)
+    for place, size in zip(places, local.shape):
+        is_here &= (place >= 0) & (place < size)
+    picked = tuple(place[is_here].to(local.device) for place in places)
+    out_S[is_here] = (local[picked] if picked else local.expand(int(is_here.sum()))).double().cpu()

@@ -15,7 +15,8 @@ import torch.multiprocessing as mp
 
 TIMEOUT_SECONDS = 60.0  # a loaded machine; what must end fast has its own
 PRELOADED = [
-    "torch", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.testing", "pytest",
+    "torch", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint",
+    "torch.testing", "pytest",
     "kimi_k3", "kimi_k3.checkpoint", "kimi_k3.generation", "kimi_k3.parallel", "kimi_k3.parallel.expert_parallel",
 ]  # fmt: skip
 

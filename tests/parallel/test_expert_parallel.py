@@ -274,10 +274,7 @@ def test_tables():
 
 
 def check_registration(folder) -> None:
-    model = load(folder, make_mesh(ep=1))
-    parallel = load(folder, make_mesh(ep=dist.get_world_size()))
-    assert [type(layer.experts).__name__ for layer in expert_layers(model)] == ["ShardedKimiK3Experts"] * 4
-    experts = expert_layers(parallel)[0].experts
+    experts = expert_layers(load(folder, make_mesh(ep=dist.get_world_size())))[0].experts
     weights = [getattr(experts, name).data for name in weight_names(is_packed=True)]
     ids = torch.rand(5, EXPERTS).topk(TOP_K).indices
     tables = (experts.copy_ranks, experts.copy_slots, experts.num_active)

@@ -671,14 +671,15 @@ COLUMNS = {
 }  # fmt: skip
 
 
-def show(rows: list[dict]) -> None:
-    print("| trace | scheduler | " + " | ".join(COLUMNS.values()) + " |\n" + "|---" * (len(COLUMNS) + 2) + "|")
+def show(rows: list[dict], has_header: bool) -> None:
+    if has_header:
+        print("| trace | scheduler | " + " | ".join(COLUMNS.values()) + " |\n" + "|---" * (len(COLUMNS) + 2) + "|")
     for row in rows:
         cells = [
             f"{row[c]:.2%}" if c == "decision_share" else f"{row[c]:,.0f}" if abs(row[c]) >= 100 else f"{row[c]:.3g}"
             for c in COLUMNS
         ]
-        print(f"| {row['trace']} | {row['scheduler']} | " + " | ".join(cells) + " |")
+        print(f"| {row['trace']} | {row['scheduler']} | " + " | ".join(cells) + " |", flush=True)
 
 
 def simulate(
@@ -731,11 +732,12 @@ def main() -> None:
         experts, bounds = ExpertLoad(shares, machine), (args.first_token_s, args.gap_ms / 1e3)
         rows = []
         for trace in args.traces.split(","):
-            rows += simulate(
+            done = simulate(
                 trace, args.policies.split(","), args.oversubscription, args.seconds, args.tier_gb * 1e9, experts, machine,
                 bounds, args.seed,
             )  # fmt: skip
-        show(rows)
+            show(done, has_header=not rows)
+            rows += done
     if args.json:
         print(json.dumps({"rows": rows, "seconds": args.seconds, "oversubscription": args.oversubscription}))
 

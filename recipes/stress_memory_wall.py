@@ -291,7 +291,9 @@ def overlap(intervals: list[tuple[float, float]], others: list[tuple[float, floa
             union[-1][1] = max(union[-1][1], end)
         else:
             union.append([start, end])
-    both = sum(max(0.0, min(end, b) - max(start, a)) for start, end in union for a, b in others if a < end and b > start)
+    both = sum(
+        max(0.0, min(end, b) - max(start, a)) for start, end in union for a, b in others if a < end and b > start
+    )
     return sum(end - start for start, end in union), both
 
 
@@ -398,7 +400,9 @@ def summarize(rows: list[Row], slow: Row, first_token_s: float | None) -> None:
     host = by_tier["host"]
     peak = max(r.tokens_per_s for r in host)
     for row in host:
-        print(f"throughput with the host tier at {row.load:g} x: {row.tokens_per_s / peak:.2f} of its peak (at 2 x: >= 0.7)")
+        print(
+            f"throughput with the host tier at {row.load:g} x: {row.tokens_per_s / peak:.2f} of its peak (at 2 x: >= 0.7)"
+        )
     base = min(by_tier["off"], key=lambda row: abs(row.load - 1))
     bound = first_token_s or 2 * base.first_token_p95_s
     counts = {tier: users_within(found, bound) for tier, found in by_tier.items()}
@@ -411,7 +415,9 @@ def summarize(rows: list[Row], slow: Row, first_token_s: float | None) -> None:
         f"tier of {1e3 * SLOW_READ_S:.0f} ms a read: {hidden:.1%} of {slow.transfer_s:.2f} s of transfers hidden (>= 80 %), "
         f"{slow.fetches} fetches; {slow.tokens_per_s:.1f} tokens/s"
     )
-    print(f"no memory ran out, no request lost: {sum(r.requests for r in [*rows, slow])} requests in {len(rows) + 1} runs")
+    print(
+        f"no memory ran out, no request lost: {sum(r.requests for r in [*rows, slow])} requests in {len(rows) + 1} runs"
+    )
 
 
 def users_within(rows: list[Row], bound: float) -> float:
@@ -553,7 +559,9 @@ def main(argv: list[str] | None = None) -> list[Row]:
     parser.add_argument("--compare", action="store_true", help="the schedulers on traces of arrivals")
     parser.add_argument("--traces", default="chat,bursts,mixed")
     parser.add_argument("--sessions", type=int, default=40, help="of each trace")
-    parser.add_argument("--utilisation", type=float, default=1.0, help="work that arrives, over what fits into its time")
+    parser.add_argument(
+        "--utilisation", type=float, default=1.0, help="work that arrives, over what fits into its time"
+    )
     parser.add_argument("--oversubscription", type=float, default=2.0)
     parser.add_argument("--tier", choices=("off", "host"), default="host", help="of --compare")
     parser.add_argument("--first-token-s", type=float, help="bound; default: from the run itself")

@@ -92,7 +92,12 @@ def _tier_metrics(tiers: Mapping[str, Any]) -> list[Metric]:
 
 
 def expert_metrics(
-    counts: Tensor, layers: Sequence[int], bytes_per_layer: Mapping[int, int], *, worker: str = "0", hottest: int | None = 4
+    counts: Tensor,
+    layers: Sequence[int],
+    bytes_per_layer: Mapping[int, int],
+    *,
+    worker: str = "0",
+    hottest: int | None = 4,
 ) -> list[Metric]:
     """Tokens that each expert was given.
 

@@ -87,7 +87,9 @@ def test_the_text_holds_the_figures(smooth):
     assert found["kimi_k3_schedule_seconds_total"][labels()] == pytest.approx(stats["schedule_us"] / 1e6)
     assert found["kimi_k3_evictions_total"] == {labels(): stats["evictions"]} and stats["evictions"] > 0
     first = found["kimi_k3_first_token_seconds"]
-    assert 0 < first[labels(quantile="0.5")] <= first[labels(quantile="0.99")] == pytest.approx(stats["first_token_s"][99])
+    assert (
+        0 < first[labels(quantile="0.5")] <= first[labels(quantile="0.99")] == pytest.approx(stats["first_token_s"][99])
+    )
     assert found["kimi_k3_tier_figures"][labels(tier="host", event="bytes")] > 0
     assert "kimi_k3_expert_tokens_total" not in found
 
@@ -128,7 +130,9 @@ def test_expert_counts_are_the_routers_choices(smooth, chosen, tmp_path, is_inva
         ids_TA = torch.cat(ids)
         assert torch.equal(row, ids_TA.flatten().bincount(minlength=config.num_experts))
         assert torch.equal(torch.from_numpy(trace.topk_ids(layer_idx)).sort(1).values, ids_TA)
-        of_layer = Counter({dict(name)["expert"]: v for name, v in text.items() if dict(name)["layer"] == str(layer_idx)})
+        of_layer = Counter(
+            {dict(name)["expert"]: v for name, v in text.items() if dict(name)["layer"] == str(layer_idx)}
+        )
         assert of_layer.total() == tokens * topk and len(of_layer) <= 5
         for expert, value in enumerate(row.tolist()):
             assert whole[labels(layer=str(layer_idx), worker="0", expert=str(expert))] == value

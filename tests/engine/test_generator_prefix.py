@@ -118,6 +118,11 @@ def test_a_stored_snapshot_is_never_written_again(demo, gen):
     prompt = prompt_of(200)
     first, _, _, _ = ask(gen, prompt, new=70)
     frozen = hashes()
+    # The state at 256 was taken while decoding, from a slot that went on to be written.
+    branch = [*prompt, *first.token_ids[:60], 5, 6]
+    result, _, recorder, params = ask(gen, branch)
+    assert result.reused_tokens == 256
+    assert_equals_solo(demo, branch, result, recorder.rows, params)
     ask(gen, prompt[:150] + prompt_of(30, seed=1), new=70)
     running = gen.add(prompt, SamplingParams(max_new_tokens=40))
     for _ in range(10):

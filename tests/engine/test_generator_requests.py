@@ -146,6 +146,10 @@ def test_a_nan_ends_its_request_and_poisons_nobody(demo, gen, where):
         gen.pools.pools[layer][0][request.slot].fill_(math.nan)
     else:
         gen.pools.pools[layer][0][gen.pool.places[request.table[0]], 4].fill_(math.nan)
+    while bad in gen._requests:
+        gen.step()
+    for pools in gen.pools.pools.values():
+        assert not any(torch.isnan(pool).any() for pool in pools)
     finish(gen)
     result = gen.result(bad)
     assert result.finish_reason == "error" and "non-finite" in result.error and len(result.token_ids) == 4

@@ -17,16 +17,14 @@ from torch import Tensor
 
 from kimi_k3.cache import BLOCK_SIZE
 from kimi_k3.engine.agreement import Agreement
-from kimi_k3.engine.device_pools import DevicePools, PoolLayout
 from kimi_k3.engine.expert_counts import ExpertCounts
 from kimi_k3.engine.metrics import expert_metrics, exposition, metrics_of
-from kimi_k3.engine.page_pool import PagePool
-from kimi_k3.engine.prefix_index import Evicted, PrefixIndex, Snapshot, chain, choose_stride
+from kimi_k3.engine.prefix_index import chain
 from kimi_k3.engine.request import GenerationResult, Request, RequestOutput, TokenLogprobs
+from kimi_k3.engine.residency import Residency
 from kimi_k3.engine.runner import Piece, Runner
 from kimi_k3.engine.scheduler import SCHEDULERS, Candidate, Resources
 from kimi_k3.engine.tier_format import LossyCodec
-from kimi_k3.engine.tier_store import TierStore
 from kimi_k3.generation import StopText, end_ids
 from kimi_k3.sampling import SamplingParams, fresh_seed, penalize, sample
 
@@ -34,9 +32,7 @@ if TYPE_CHECKING:
     from kimi_k3.modeling_kimi_k3 import KimiK3ForCausalLM
     from kimi_k3.tokenization_kimi_k3 import KimiK3Tokenizer
 
-AUTO_SHARE = 0.25  # of the free memory of a CPU that memory="auto" takes; of a GPU: 0.9
 MAX_LEADERS = 2  # a request waits for so many others' prefills, then computes its prefix itself
-REFRESH_STEPS = 16  # a waiting request's match is looked up again at least so often
 
 
 class KimiK3Generator:
@@ -79,19 +75,18 @@ class KimiK3Generator:
         self.max_num_seqs, self.max_tokens_per_step, self.block_size = max_num_seqs, max_tokens_per_step, block_size
         self.prefix_cache, self.scheduler = prefix_cache, scheduler
         self._schedule = SCHEDULERS[scheduler]
-        layout = PoolLayout(model, block_size)
         self.agreement = Agreement(model)
-        (num_pages,) = self.agreement.least([self._num_pages(layout, memory, num_blocks)])
-        heads = model.config.text_config.kda_num_heads
-        first_head = heads // self.agreement.tp_size * self.agreement.tp_rank
-        self.pools = DevicePools(layout, num_pages, model.device, first_head, heads)
-        self.pool = PagePool(num_pages, layout.blocks_per_page, self.pools.copy_block)
-        self.index = PrefixIndex(self.pool, block_size, layout.slot_bytes, layout.block_bytes, on_evict=self._on_evict)
+        self.counts: Counter[str] = Counter()
+        self.memory = Residency(
+            model, self.agreement, memory=memory, num_blocks=num_blocks, max_num_seqs=max_num_seqs, block_size=block_size,
+            prefix_cache=prefix_cache, tiers=tiers, counts=self.counts,
+        )  # fmt: skip
+        self.pools, self.pool, self.index = self.memory.pools, self.memory.pool, self.memory.index
+        self.tiers = self.memory.tiers
         self.runner = Runner(model, self.pool, self.pools)
         self._was_invariant = model.model.is_batch_invariant
         model.set_batch_invariant(batch_invariant)
         self._root = self._root_key(batch_invariant)
-        self.tiers = TierStore(tiers, self.pools, self.pool, self.index, self.agreement) if tiers else None
         self._ends = end_ids(model, None) | frozenset(tokenizer.end_token_ids if tokenizer is not None else ())
 
         self._requests: dict[int, Request] = {}  # not finished, in order of arrival
@@ -102,7 +97,6 @@ class KimiK3Generator:
         self._lock = threading.RLock()
         self._is_closed = False
         self.num_steps = 0
-        self.counts: Counter[str] = Counter()
         self._step_seconds = self._forward_seconds = 0.0
         self._latencies: dict[str, list[float]] = {"first_token_s": [], "between_tokens_s": []}
 
@@ -140,7 +134,7 @@ class KimiK3Generator:
             raise ValueError("add: the prompt holds image placeholders, but no pixel_values were given")
         if any(not 0 < position <= len(ids) for position in boundaries):
             raise ValueError(f"add: want snapshot_at in 1..{len(ids)}, got {sorted(boundaries)}")
-        self._refuse_if_it_never_fits(len(ids) + params.max_new_tokens)
+        self.memory.refuse_what_never_fits(len(ids) + params.max_new_tokens)
         with self._lock:
             self._refuse_if_closed()
             seed = self.agreement.least([fresh_seed()])[0] if params.seed is None else params.seed
@@ -216,13 +210,10 @@ class KimiK3Generator:
         if self.tiers is not None:
             for rid in plan.prefetch:
                 self.tiers.prefetch(self._requests[rid])
-        pieces = []
-        for rid, count in plan.run:
-            piece = self._prepare(self._requests[rid], count)
-            if piece is not None:
-                pieces.append(piece)
+        prepared = [self._prepare(self._requests[rid], count) for rid, count in plan.run]
+        pieces = [piece for piece in prepared if piece is not None]
         repeats = [p for p in pieces if p.tokens == 0]
-        pieces = self._with_exports([p for p in pieces if p.tokens])
+        pieces = self.memory.with_exports([p for p in pieces if p.tokens])
         outputs = []
         if pieces:
             forward_started = time.perf_counter()
@@ -238,7 +229,7 @@ class KimiK3Generator:
 
     def _candidate(self, request: Request) -> Candidate:
         if not request.is_running:
-            self._look_up(request)
+            self.memory.look_up(request, self.num_steps)
         last_saved = max((s.position for s in request.saved), default=0)
         return Candidate(
             rid=request.rid, arrival=request.rid, priority=request.priority, is_running=request.is_running,
@@ -259,21 +250,6 @@ class KimiK3Generator:
             total_blocks=self.pool.total_blocks, block_size=self.block_size, max_num_seqs=self.max_num_seqs,
             max_tokens_per_step=self.max_tokens_per_step, can_park=True, bytes_per_block=layout.block_bytes,
         )  # fmt: skip
-
-    def _look_up(self, request: Request) -> None:
-        """What the index and the tiers hold for a waiting request; looked up again when they may have changed."""
-        version = self.index.clock + self.index.evictions
-        is_stale = request.reuse_version != version and (
-            request.reuse_version < 0 or request.waits_for is None or self.num_steps % REFRESH_STEPS == 0
-        )
-        if is_stale:
-            match = self.index.match(request.root, request.tokens)
-            request.reuse, request.reuse_version = match.position, version
-            # Of the blocks that a hit would bring, those that other requests hold are not counted as room either.
-            whole = [node.block for node in match.path if node.end <= match.position]
-            request.reuse_shared = sum(self.pool.references[block] > 1 for block in whole)
-            if self.tiers is not None and request.fetch_state == "none":
-                self.tiers.look_up(request)
 
     def _find_dependencies(self) -> None:
         """Of several requests with one beginning, one computes it; the others wait for that one."""
@@ -298,155 +274,19 @@ class KimiK3Generator:
         shared = _common_blocks(request.chain, leader.chain) * self.block_size
         return shared >= request.reuse + self.block_size
 
-    # Memory.
-
-    def _slot(self) -> int | None:
-        """A KDA slot, at the cost of cached snapshots where none is free."""
-        while (slot := self.pool.add_slot()) is None:
-            if not self.index.evict():
-                return None
-        return slot
-
-    def _block(self) -> int | None:
-        while (block := self.pool.add_block()) is None:
-            if not self.index.evict():
-                return None
-        return block
-
     def _prepare(self, request: Request, count: int) -> Piece | None:
-        """Give a request what its next `count` tokens need; None, and nothing taken, where memory is short after all."""
+        """The next piece of a request that was chosen to run, with its memory; None where that is short after all."""
         is_new = not request.is_running
-        if is_new and not self._admit(request):
-            return None
-        end = min(request.done + count, len(request.tokens))
-        if is_new and end < len(request.tokens):  # the hit may differ from the one that was planned with
-            end = end // self.block_size * self.block_size
-            if end <= request.done:
-                end = min(request.done // self.block_size * self.block_size + self.block_size, len(request.tokens))
-        while len(request.table) * self.block_size < end:
-            block = self._block()
-            if block is None:
-                if is_new:
-                    self._preempt(request, "drop", is_counted=False)
-                self.counts["held_allocation"] += 1
-                return None
-            request.table.append(block)
+        followers = [r for r in self._requests.values() if r.waits_for == request.rid]
+        piece = self.memory.prepare(request, count, followers)
+        if piece is not None:
+            request.last_step = self.num_steps
+            request.admitted_step = self.num_steps if is_new else request.admitted_step
+        return piece
+
+    def _preempt(self, request: Request, how: str) -> None:
+        self.memory.preempt(request, how)
         request.last_step = self.num_steps
-        return Piece(request, end - request.done, [])
-
-    def _admit(self, request: Request) -> bool:
-        """Make a waiting request run: its slot, and the blocks and the state of the longest kept prefix."""
-        if self.tiers is not None and request.fetch_state == "ready":
-            self.tiers.install(request, self._slot, self._block)
-        match = self.index.match(request.root, request.tokens)
-        snapshot = match.snapshot
-        if snapshot is not None:
-            snapshot.pins += 1  # nothing below may evict it
-        shared = [node.block for node in match.path if node.start + self.block_size <= match.position]
-        for block in shared:
-            self.pool.share_block(block)
-        request.table = shared
-        slot = self._slot()
-        is_partial = match.position % self.block_size != 0
-        tail = self._block() if slot is not None and is_partial else None
-        if slot is None or (is_partial and tail is None):
-            if slot is not None:
-                self.pool.free_slot(slot)
-            if snapshot is not None:
-                snapshot.pins -= 1
-            self._free_table(request)
-            return False
-        if tail is not None:  # others may read the block it shares: it writes into a copy
-            self.pools.copy_block(self.pool.places[match.path[-1].block], self.pool.places[tail])
-            request.table.append(tail)
-        request.slot, request.read_from, request.done = slot, snapshot, match.position
-        request.published = match.position
-        request.hidden = snapshot.hidden if snapshot is not None and match.position == len(request.tokens) else None
-        self.index.touch(match)
-        if not request.admitted_at:
-            request.admitted_at = time.monotonic()
-            request.reused_tokens = min(match.position, len(request.prompt))
-            self.counts["prompt_tokens"] += len(request.prompt)
-            self.counts["hit_tokens"] += request.reused_tokens
-            if match.miss:
-                self.counts[f"miss_{match.miss}"] += 1
-        else:
-            request.replayed_tokens += max(0, len(request.tokens) - 1 - match.position)
-            self.counts["replayed_tokens"] += max(0, len(request.tokens) - 1 - match.position)
-        request.is_parked, request.admitted_step = False, self.num_steps
-        self._plan_snapshots(request, match.matched)
-        return True
-
-    def _plan_snapshots(self, request: Request, matched: int) -> None:
-        """Where the prefill leaves states: ends, the junction with what is known, junctions with who waits, a grid."""
-        done, total = request.done, len(request.tokens)
-        wanted = {p for p in request.boundaries if done < p <= total}
-        if self.prefix_cache:
-            wanted |= {matched} if done < matched <= total else set()
-            for other in self._requests.values():
-                if other.waits_for == request.rid and other.root == request.root:
-                    shared = _common_tokens(request.prompt, other.prompt)
-                    wanted |= {shared} if done < shared <= total else set()
-            # The grid may use half of what is free or given to snapshots now.
-            slots = (self.pool.free_pages + self.index.num_snapshots) // 2 - len(wanted)
-            request.stride = choose_stride(total - done, slots, self.block_size)
-            if request.stride:
-                wanted |= set(
-                    range(done // request.stride * request.stride + request.stride, total + 1, request.stride)
-                )
-        request.wanted = sorted(p for p in wanted if p > done)
-
-    def _with_exports(self, pieces: list[Piece]) -> list[Piece]:
-        """Slots for the snapshots on the way, after everything that must run has its memory."""
-        out = []
-        for request, count, _ in pieces:
-            exports = []
-            end = request.done + count
-            while request.wanted and request.wanted[0] <= end:
-                position = request.wanted.pop(0)
-                slot = self._slot() if position > request.done else None
-                if slot is not None:
-                    exports.append((position, slot))
-                    request.saved.append(Snapshot(position, slot, is_end=position in request.boundaries))
-            out.append(Piece(request, count, exports))
-        return out
-
-    def _preempt(self, request: Request, how: str, *, is_counted: bool = True) -> None:
-        """Back to waiting. "park": its state stays as a snapshot, which may move to a tier; "drop": only those it left."""
-        if is_counted:
-            request.preemptions += 1
-            self.counts[f"preemptions_{how}"] += 1
-        if how == "park" and request.read_from is None and request.done:
-            request.saved.append(Snapshot(request.done, request.slot, is_end=True))
-            request.slot = -1
-            request.is_parked = True
-        self._publish(request)
-        self._release(request)
-        request.done, request.reuse_version, request.last_step = 0, -1, self.num_steps
-
-    def _publish(self, request: Request) -> None:
-        saved, request.saved = request.saved, []
-        if saved:
-            request.published = max(request.published, *(snapshot.position for snapshot in saved))
-            self.index.publish(request.root, request.tokens[: request.done], request.table, saved)
-
-    def _release(self, request: Request) -> None:
-        """Give back what a request holds. States that it took and did not publish go with it."""
-        if request.read_from is not None:
-            request.read_from.pins -= 1
-            request.read_from = None
-        for snapshot in request.saved:
-            self.pool.free_slot(snapshot.slot)
-        request.saved, request.wanted, request.hidden = [], [], None
-        if request.slot >= 0:
-            self.pool.free_slot(request.slot)
-            request.slot = -1
-        self._free_table(request)
-
-    def _free_table(self, request: Request) -> None:
-        for block in request.table:
-            self.pool.free_block(block)
-        request.table = []
 
     # After the forward.
 
@@ -467,19 +307,8 @@ class KimiK3Generator:
         outputs = self._sample(sampled, logits_RV)
         for request, _, _ in pieces:
             if request.rid in self._requests and request.is_running:
-                self._keep_decode_state(request)
+                self.memory.keep_decode_state(request)
         return outputs
-
-    def _keep_decode_state(self, request: Request) -> None:
-        """While decoding, a copy of the state on the grid where there is room: a preemption then costs less."""
-        is_due = request.is_decoding and request.stride and request.done % request.stride == 0
-        if not (is_due and self.prefix_cache and self.pool.free_pages > self.max_num_seqs // 4):
-            return
-        slot = self.pool.add_slot()
-        if slot is not None:
-            self.pools.copy_slot(request.slot, slot)
-            request.saved.append(Snapshot(request.done, slot, is_end=False))
-            self._publish(request)
 
     def _sample(self, requests: list[Request], logits_RV: Tensor) -> list[RequestOutput]:
         """Choose each row's next token by its own parameters alone."""
@@ -515,7 +344,7 @@ class KimiK3Generator:
                 continue
             request.has_prefilled = True
             if is_first_time or request.saved:
-                self._publish(request)
+                self.memory.publish(request)
             outputs.append(self._take(request, token, logits_V))
         return outputs
 
@@ -552,21 +381,13 @@ class KimiK3Generator:
     def _fail(self, request: Request, error: str) -> None:
         """A request that went wrong leaves nothing behind: what it wrote and nobody else reads is zeroed."""
         request.error = error
-        for index, handle in enumerate(request.table):
-            first = 0 if self.pool.references[handle] == 1 else request.published - index * self.block_size
-            if first < self.block_size:
-                self.pools.clear_block(self.pool.places[handle], max(0, first))
-        for slot in [request.slot, *(s.slot for s in request.saved)]:
-            if slot >= 0:
-                self.pools.clear_slot(slot)
+        self.memory.clear(request)
         self._finish(request, "error", is_published=False)
 
     def _finish(self, request: Request, reason: str, *, is_published: bool, is_announced: bool = True) -> None:
-        if is_published and self.prefix_cache and request.read_from is None:
-            request.saved.append(Snapshot(request.done, request.slot, is_end=True))
-            request.slot = -1
-            self._publish(request)
-        self._release(request)
+        if is_published:
+            self.memory.publish_end(request)
+        self.memory.release(request)
         if self.tiers is not None:
             self.tiers.cancel(request)
         if not self.prefix_cache:
@@ -676,10 +497,7 @@ class KimiK3Generator:
                 return
             for request in list(self._requests.values()):
                 self._finish(request, "abort", is_published=False)
-            if self.tiers is not None:
-                self.tiers.close(self.index.entries())
-            self.index.on_evict = None
-            self.index.clear()
+            self.memory.close()
             self.model.set_batch_invariant(self._was_invariant)
             self.record_trace(None)
             self._is_closed = True
@@ -753,36 +571,6 @@ class KimiK3Generator:
 
     # Set-up.
 
-    def _num_pages(self, layout: PoolLayout, memory: int | str, num_blocks: int | None) -> int:
-        if num_blocks is not None:
-            if num_blocks < 1:
-                raise ValueError(f"KimiK3Generator: want num_blocks >= 1, got {num_blocks}")
-            return self.max_num_seqs + -(-num_blocks // layout.blocks_per_page)
-        if memory == "auto":
-            memory = _free_memory(self.model.device)
-            # More than every sequence's state, four snapshots of each and 4,096 tokens of each is of little use.
-            enough = self.max_num_seqs * (5 + -(-4096 // self.block_size) // layout.blocks_per_page + 1)
-            return max(2, min(memory // layout.page_bytes, enough))
-        if not isinstance(memory, int) or memory < 2 * layout.page_bytes:
-            least = (
-                f"at least {2 * layout.page_bytes} bytes (a state is {layout.slot_bytes}, a block {layout.block_bytes})"
-            )
-            raise ValueError(f"KimiK3Generator: want memory='auto' or {least}, got {memory!r}")
-        return memory // layout.page_bytes
-
-    def _refuse_if_it_never_fits(self, tokens: int) -> None:
-        blocks = -(-tokens // self.block_size)
-        layout = self.pools.layout
-        needed = layout.blocks_per_page + blocks
-        # A page is a slot or blocks: what is left of the last page of blocks is lost.
-        room = (self.pool.num_pages - 1) * layout.blocks_per_page
-        if blocks > room:
-            raise ValueError(
-                f"add: {tokens} tokens (prompt and max_new_tokens) need {blocks} latent blocks of {layout.block_bytes} bytes "
-                f"and a state of {layout.slot_bytes}, {needed * layout.block_bytes} bytes in all; memory holds {room} "
-                "blocks beside one state"
-            )
-
     def _refuse_if_closed(self) -> None:
         if self._is_closed:
             raise ValueError("KimiK3Generator: it is closed")
@@ -817,10 +605,6 @@ class KimiK3Generator:
         grown = given[token_index].tolist()
         return grown, embeds, {places[b - 1] for b in boundaries}, extra_key + digest.digest()
 
-    def _on_evict(self, evicted: Evicted) -> None:
-        if self.tiers is not None:
-            self.tiers.save(evicted)
-
 
 def _common_blocks(a: Sequence[bytes], b: Sequence[bytes]) -> int:
     """Whole blocks that two prompts share: their digests agree up to a point and never after it."""
@@ -834,20 +618,8 @@ def _common_blocks(a: Sequence[bytes], b: Sequence[bytes]) -> int:
     return low
 
 
-def _common_tokens(a: Sequence[int], b: Sequence[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
-
-
 def _logprobs(logits_V: Tensor, token: int, count: int) -> TokenLogprobs:
     values_V = torch.log_softmax(logits_V.double(), -1)
     best = values_V.topk(min(count, values_V.shape[0])) if count else None
     top = {} if best is None else dict(zip(best.indices.tolist(), best.values.tolist()))
     return TokenLogprobs(float(values_V[token]), top)
-
-
-def _free_memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] * 0.9)
-    with open("/proc/meminfo") as file:
-        fields = dict(line.split(":") for line in file)
-    return int(int(fields["MemAvailable"].split()[0]) * 1024 * AUTO_SHARE)

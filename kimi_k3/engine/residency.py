@@ -1,0 +1,297 @@
+"""What requests hold of the cache memory: their slots and blocks, the prefix that they start from, the states they leave."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kimi_k3.engine.agreement import Agreement
+from kimi_k3.engine.device_pools import DevicePools, PoolLayout
+from kimi_k3.engine.page_pool import PagePool
+from kimi_k3.engine.prefix_index import Evicted, PrefixIndex, Snapshot, choose_stride
+from kimi_k3.engine.request import Request
+from kimi_k3.engine.runner import Piece
+from kimi_k3.engine.tier_store import TierStore
+
+if TYPE_CHECKING:
+    from kimi_k3.modeling_kimi_k3 import KimiK3ForCausalLM
+
+AUTO_SHARE = 0.25  # of the free memory of a CPU that memory="auto" takes; of a GPU: 0.9
+REFRESH_STEPS = 16  # the match of a request that waits for another is looked up again at least so often
+
+
+class Residency:
+    """
+    Args: as KimiK3Generator's; counts: where events are counted.
+    """
+
+    def __init__(
+        self, model: KimiK3ForCausalLM, agreement: Agreement, *, memory: int | str, num_blocks: int | None,
+        max_num_seqs: int, block_size: int, prefix_cache: bool, tiers: Sequence[Any], counts: Counter[str],
+    ) -> None:  # fmt: skip
+        self.max_num_seqs, self.block_size, self.prefix_cache = max_num_seqs, block_size, prefix_cache
+        self.counts = counts
+        layout = PoolLayout(model, block_size)
+        (num_pages,) = agreement.least([self._num_pages(layout, memory, num_blocks, model.device)])
+        heads = model.config.text_config.kda_num_heads
+        first_head = heads // agreement.tp_size * agreement.tp_rank
+        self.pools = DevicePools(layout, num_pages, model.device, first_head, heads)
+        self.pool = PagePool(num_pages, layout.blocks_per_page, self.pools.copy_block)
+        self.index = PrefixIndex(self.pool, block_size, layout.slot_bytes, layout.block_bytes, on_evict=self._on_evict)
+        self.tiers = TierStore(tiers, self.pools, self.pool, self.index, agreement) if tiers else None
+
+    def _num_pages(self, layout: PoolLayout, memory: int | str, num_blocks: int | None, device: torch.device) -> int:
+        if num_blocks is not None:
+            if num_blocks < 1:
+                raise ValueError(f"KimiK3Generator: want num_blocks >= 1, got {num_blocks}")
+            return self.max_num_seqs + -(-num_blocks // layout.blocks_per_page)
+        if memory == "auto":
+            memory = _free_memory(device)
+            # More than every sequence's state, four snapshots of each and 4,096 tokens of each is of little use.
+            enough = self.max_num_seqs * (5 + -(-4096 // self.block_size) // layout.blocks_per_page + 1)
+            return max(2, min(memory // layout.page_bytes, enough))
+        if not isinstance(memory, int) or memory < 2 * layout.page_bytes:
+            least = (
+                f"at least {2 * layout.page_bytes} bytes (a state is {layout.slot_bytes}, a block {layout.block_bytes})"
+            )
+            raise ValueError(f"KimiK3Generator: want memory='auto' or {least}, got {memory!r}")
+        return memory // layout.page_bytes
+
+    def refuse_what_never_fits(self, tokens: int) -> None:
+        """Raise ValueError, with the numbers, for a sequence of so many tokens that no eviction makes room for."""
+        blocks = -(-tokens // self.block_size)
+        layout = self.pools.layout
+        needed = layout.blocks_per_page + blocks
+        # A page is a slot or blocks: what is left of the last page of blocks is lost.
+        room = (self.pool.num_pages - 1) * layout.blocks_per_page
+        if blocks > room:
+            raise ValueError(
+                f"add: {tokens} tokens (prompt and max_new_tokens) need {blocks} latent blocks of {layout.block_bytes} bytes "
+                f"and a state of {layout.slot_bytes}, {needed * layout.block_bytes} bytes in all; memory holds {room} "
+                "blocks beside one state"
+            )
+
+    # What a waiting request would find.
+
+    def look_up(self, request: Request, step: int) -> None:
+        """What the index and the tiers hold for a waiting request; looked up again when they may have changed."""
+        version = self.index.clock + self.index.evictions
+        is_stale = request.reuse_version != version and (
+            request.reuse_version < 0 or request.waits_for is None or step % REFRESH_STEPS == 0
+        )
+        if is_stale:
+            match = self.index.match(request.root, request.tokens)
+            request.reuse, request.reuse_version = match.position, version
+            # Of the blocks that a hit would bring, those that other requests hold are not counted as room either.
+            whole = [node.block for node in match.path if node.end <= match.position]
+            request.reuse_shared = sum(self.pool.references[block] > 1 for block in whole)
+            if self.tiers is not None and request.fetch_state == "none":
+                self.tiers.look_up(request)
+
+    # Slots and blocks.
+
+    def slot(self) -> int | None:
+        """A KDA slot, at the cost of cached snapshots where none is free."""
+        while (slot := self.pool.add_slot()) is None:
+            if not self.index.evict():
+                return None
+        return slot
+
+    def block(self) -> int | None:
+        """A latent block, as `slot`."""
+        while (block := self.pool.add_block()) is None:
+            if not self.index.evict():
+                return None
+        return block
+
+    def prepare(self, request: Request, count: int, followers: Iterable[Request]) -> Piece | None:
+        """Give a request what its next `count` tokens need; None, and nothing taken, where memory is short after all.
+
+        followers: requests that wait for this one's prefix.
+        """
+        is_new = not request.is_running
+        if is_new and not self._admit(request, followers):
+            return None
+        end = min(request.done + count, len(request.tokens))
+        if is_new and end < len(request.tokens):  # the hit may differ from the one that was planned with
+            end = end // self.block_size * self.block_size
+            if end <= request.done:
+                end = min(request.done // self.block_size * self.block_size + self.block_size, len(request.tokens))
+        while len(request.table) * self.block_size < end:
+            block = self.block()
+            if block is None:
+                if is_new:
+                    self.preempt(request, "drop", is_counted=False)
+                self.counts["held_allocation"] += 1
+                return None
+            request.table.append(block)
+        return Piece(request, end - request.done, [])
+
+    def _admit(self, request: Request, followers: Iterable[Request]) -> bool:
+        """Make a waiting request run: its slot, and the blocks and the state of the longest kept prefix."""
+        if self.tiers is not None and request.fetch_state == "ready":
+            self.tiers.install(request, self.slot, self.block)
+        match = self.index.match(request.root, request.tokens)
+        snapshot = match.snapshot
+        if snapshot is not None:
+            snapshot.pins += 1  # nothing below may evict it
+        shared = [node.block for node in match.path if node.start + self.block_size <= match.position]
+        for block in shared:
+            self.pool.share_block(block)
+        request.table = shared
+        slot = self.slot()
+        is_partial = match.position % self.block_size != 0
+        tail = self.block() if slot is not None and is_partial else None
+        if slot is None or (is_partial and tail is None):
+            if slot is not None:
+                self.pool.free_slot(slot)
+            if snapshot is not None:
+                snapshot.pins -= 1
+            self._free_table(request)
+            return False
+        if tail is not None:  # others may read the block it shares: it writes into a copy
+            self.pools.copy_block(self.pool.places[match.path[-1].block], self.pool.places[tail])
+            request.table.append(tail)
+        request.slot, request.read_from, request.done = slot, snapshot, match.position
+        request.published = match.position
+        request.hidden = snapshot.hidden if snapshot is not None and match.position == len(request.tokens) else None
+        self.index.touch(match)
+        if not request.admitted_at:
+            request.admitted_at = time.monotonic()
+            request.reused_tokens = min(match.position, len(request.prompt))
+            self.counts["prompt_tokens"] += len(request.prompt)
+            self.counts["hit_tokens"] += request.reused_tokens
+            if match.miss:
+                self.counts[f"miss_{match.miss}"] += 1
+        else:
+            request.replayed_tokens += max(0, len(request.tokens) - 1 - match.position)
+            self.counts["replayed_tokens"] += max(0, len(request.tokens) - 1 - match.position)
+        request.is_parked = False
+        self._plan_snapshots(request, match.matched, followers)
+        return True
+
+    def _plan_snapshots(self, request: Request, matched: int, followers: Iterable[Request]) -> None:
+        """Where the prefill leaves states: ends, the junction with what is known, junctions with who waits, a grid."""
+        done, total = request.done, len(request.tokens)
+        wanted = {p for p in request.boundaries if done < p <= total}
+        if self.prefix_cache:
+            wanted |= {matched} if done < matched <= total else set()
+            for other in followers:
+                shared = _common_tokens(request.prompt, other.prompt)
+                wanted |= {shared} if done < shared <= total else set()
+            # The grid may use half of what is free or given to snapshots now.
+            slots = (self.pool.free_pages + self.index.num_snapshots) // 2 - len(wanted)
+            request.stride = choose_stride(total - done, slots, self.block_size)
+            if request.stride:
+                wanted |= set(
+                    range(done // request.stride * request.stride + request.stride, total + 1, request.stride)
+                )
+        request.wanted = sorted(p for p in wanted if p > done)
+
+    def with_exports(self, pieces: list[Piece]) -> list[Piece]:
+        """Slots for the snapshots on the way, after everything that must run has its memory."""
+        out = []
+        for request, count, _ in pieces:
+            exports = []
+            end = request.done + count
+            while request.wanted and request.wanted[0] <= end:
+                position = request.wanted.pop(0)
+                slot = self.slot() if position > request.done else None
+                if slot is not None:
+                    exports.append((position, slot))
+                    request.saved.append(Snapshot(position, slot, is_end=position in request.boundaries))
+            out.append(Piece(request, count, exports))
+        return out
+
+    def preempt(self, request: Request, how: str, *, is_counted: bool = True) -> None:
+        """Back to waiting. "park": its state stays as a snapshot, which may move to a tier; "drop": only those it left."""
+        if is_counted:
+            request.preemptions += 1
+            self.counts[f"preemptions_{how}"] += 1
+        if how == "park" and request.read_from is None and request.done:
+            request.saved.append(Snapshot(request.done, request.slot, is_end=True))
+            request.slot = -1
+            request.is_parked = True
+        self.publish(request)
+        self.release(request)
+        request.done, request.reuse_version = 0, -1
+
+    def publish(self, request: Request) -> None:
+        """Make the states that a request has left, and the latents before them, known to all."""
+        saved, request.saved = request.saved, []
+        if saved:
+            request.published = max(request.published, *(snapshot.position for snapshot in saved))
+            self.index.publish(request.root, request.tokens[: request.done], request.table, saved)
+
+    def release(self, request: Request) -> None:
+        """Give back what a request holds. States that it took and did not publish go with it."""
+        if request.read_from is not None:
+            request.read_from.pins -= 1
+            request.read_from = None
+        for snapshot in request.saved:
+            self.pool.free_slot(snapshot.slot)
+        request.saved, request.wanted, request.hidden = [], [], None
+        if request.slot >= 0:
+            self.pool.free_slot(request.slot)
+            request.slot = -1
+        self._free_table(request)
+
+    def _free_table(self, request: Request) -> None:
+        for block in request.table:
+            self.pool.free_block(block)
+        request.table = []
+
+    def keep_decode_state(self, request: Request) -> None:
+        """While decoding, a copy of the state on the grid where there is room: a preemption then costs less."""
+        is_due = request.is_decoding and request.stride and request.done % request.stride == 0
+        if not (is_due and self.prefix_cache and self.pool.free_pages > self.max_num_seqs // 4):
+            return
+        slot = self.pool.add_slot()
+        if slot is not None:
+            self.pools.copy_slot(request.slot, slot)
+            request.saved.append(Snapshot(request.done, slot, is_end=False))
+            self.publish(request)
+
+    def _on_evict(self, evicted: Evicted) -> None:
+        if self.tiers is not None:
+            self.tiers.save(evicted)
+
+    def publish_end(self, request: Request) -> None:
+        """The state of a finished request becomes a snapshot: a later turn goes on from it."""
+        if self.prefix_cache and request.read_from is None:
+            request.saved.append(Snapshot(request.done, request.slot, is_end=True))
+            request.slot = -1
+            self.publish(request)
+
+    def clear(self, request: Request) -> None:
+        """Zero what a failed request wrote and nobody else reads."""
+        for index, handle in enumerate(request.table):
+            first = 0 if self.pool.references[handle] == 1 else request.published - index * self.block_size
+            if first < self.block_size:
+                self.pools.clear_block(self.pool.places[handle], max(0, first))
+        for slot in [request.slot, *(s.slot for s in request.saved)]:
+            if slot >= 0:
+                self.pools.clear_slot(slot)
+
+    def close(self) -> None:
+        """Hand what is kept to the tiers that outlive the process, and free it."""
+        if self.tiers is not None:
+            self.tiers.close(self.index.entries())
+        self.index.on_evict = None
+        self.index.clear()
+
+
+def _common_tokens(a: Sequence[int], b: Sequence[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+
+
+def _free_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0] * 0.9)
+    with open("/proc/meminfo") as file:
+        fields = dict(line.split(":") for line in file)
+    return int(int(fields["MemAvailable"].split()[0]) * 1024 * AUTO_SHARE)

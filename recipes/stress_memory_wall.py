@@ -525,12 +525,15 @@ def compare(setup: Setup, args: argparse.Namespace) -> list[Row]:
         ]
         rows += pair
         fcfs, ours = pair
+        gap, goodput = (
+            ours.gap_p95_ms / fcfs.gap_p95_ms,
+            ours.goodput_tokens_per_s / (fcfs.goodput_tokens_per_s or 1e-9),
+        )
         print(
             f"{name} at {load:.2f} x: p95 between tokens {ours.gap_p95_ms:.0f} ms against {fcfs.gap_p95_ms:.0f} "
-            f"({ours.gap_p95_ms / fcfs.gap_p95_ms - 1:+.0%}), goodput {ours.goodput_tokens_per_s:.1f} against "
-            f"{fcfs.goodput_tokens_per_s:.1f} tokens/s ({ours.goodput_tokens_per_s / max(fcfs.goodput_tokens_per_s, 1e-9) - 1:+.0%}), "
-            f"decisions {ours.decision_share:.2%} of the steps, longest wait {ours.longest_wait_s:.1f} s against "
-            f"{fcfs.longest_wait_s:.1f}"
+            f"({gap - 1:+.0%}), goodput {ours.goodput_tokens_per_s:.1f} against {fcfs.goodput_tokens_per_s:.1f} tokens/s "
+            f"({goodput - 1:+.0%}), decisions {ours.decision_share:.2%} of the steps, longest wait "
+            f"{ours.longest_wait_s:.1f} s against {fcfs.longest_wait_s:.1f}"
         )
     return rows
 

@@ -367,6 +367,7 @@ def show(row: Row | None) -> None:
 
 def memory_wall(setup: Setup, args: argparse.Namespace) -> list[Row]:
     layout = PoolLayout(setup.model, BLOCK)
+    loads = [float(load) for load in args.loads.split(",")]
 
     def users(number: int, factor: float = 1.0) -> list[Session]:
         turns = [Turn(int(args.user_tokens * factor), args.reply_tokens) for _ in range(args.turns)]
@@ -375,9 +376,10 @@ def memory_wall(setup: Setup, args: argparse.Namespace) -> list[Row]:
 
     pages = args.users * (1 + math.ceil(math.ceil(users(1)[0].num_tokens / BLOCK) / layout.blocks_per_page))
     memory = pages * layout.page_bytes
+    if "context" in args.axes and max(loads) >= args.users:  # one chat alone would not fit
+        raise SystemExit(f"--raise context: want --users above the highest load, got {args.users} and {max(loads):g}")
     print(f"memory: {memory:,} bytes, {args.users} chats of {users(1)[0].num_tokens} tokens and their states")
     rows: list[Row] = []
-    loads = [float(load) for load in args.loads.split(",")]
     show(None)
     for axis in args.axes.split(","):
         for scheduler in ("fcfs", "dependency_aware"):

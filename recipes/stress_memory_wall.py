@@ -367,6 +367,7 @@ def show(row: Row | None) -> None:
 
 def memory_wall(setup: Setup, args: argparse.Namespace) -> list[Row]:
     layout = PoolLayout(setup.model, BLOCK)
+    loads = [float(load) for load in args.loads.split(",")]
 
     def users(number: int, factor: float = 1.0) -> list[Session]:
         turns = [Turn(int(args.user_tokens * factor), args.reply_tokens) for _ in range(args.turns)]
@@ -375,9 +376,10 @@ def memory_wall(setup: Setup, args: argparse.Namespace) -> list[Row]:
 
     pages = args.users * (1 + math.ceil(math.ceil(users(1)[0].num_tokens / BLOCK) / layout.blocks_per_page))
     memory = pages * layout.page_bytes
+    if "context" in args.axes and max(loads) >= args.users:  # one chat alone would not fit
+        raise SystemExit(f"--raise context: want --users above the highest load, got {args.users} and {max(loads):g}")
     print(f"memory: {memory:,} bytes, {args.users} chats of {users(1)[0].num_tokens} tokens and their states")
     rows: list[Row] = []
-    loads = [float(load) for load in args.loads.split(",")]
     show(None)
     for axis in args.axes.split(","):
         for scheduler in ("fcfs", "dependency_aware"):
@@ -525,12 +527,15 @@ def compare(setup: Setup, args: argparse.Namespace) -> list[Row]:
         ]
         rows += pair
         fcfs, ours = pair
+        gap, goodput = (
+            ours.gap_p95_ms / fcfs.gap_p95_ms,
+            ours.goodput_tokens_per_s / (fcfs.goodput_tokens_per_s or 1e-9),
+        )
         print(
             f"{name} at {load:.2f} x: p95 between tokens {ours.gap_p95_ms:.0f} ms against {fcfs.gap_p95_ms:.0f} "
-            f"({ours.gap_p95_ms / fcfs.gap_p95_ms - 1:+.0%}), goodput {ours.goodput_tokens_per_s:.1f} against "
-            f"{fcfs.goodput_tokens_per_s:.1f} tokens/s ({ours.goodput_tokens_per_s / max(fcfs.goodput_tokens_per_s, 1e-9) - 1:+.0%}), "
-            f"decisions {ours.decision_share:.2%} of the steps, longest wait {ours.longest_wait_s:.1f} s against "
-            f"{fcfs.longest_wait_s:.1f}"
+            f"({gap - 1:+.0%}), goodput {ours.goodput_tokens_per_s:.1f} against {fcfs.goodput_tokens_per_s:.1f} tokens/s "
+            f"({goodput - 1:+.0%}), decisions {ours.decision_share:.2%} of the steps, longest wait "
+            f"{ours.longest_wait_s:.1f} s against {fcfs.longest_wait_s:.1f}"
         )
     return rows
 

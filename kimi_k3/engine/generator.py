@@ -65,9 +65,10 @@ class KimiK3Generator:
                 raise ValueError(f"KimiK3Generator: want {name} >= 1, got {value!r}")
         if scheduler not in SCHEDULERS:
             raise ValueError(f"KimiK3Generator: want scheduler in {sorted(SCHEDULERS)}, got {scheduler!r}")
-        if max_tokens_per_step < min(block_size, max_num_seqs):
-            wanted = f"max_tokens_per_step >= {min(block_size, max_num_seqs)}"
-            raise ValueError(f"KimiK3Generator: want {wanted}, got {max_tokens_per_step}")
+        if max_tokens_per_step < block_size:
+            raise ValueError(
+                f"KimiK3Generator: want max_tokens_per_step >= block_size {block_size}, got {max_tokens_per_step}"
+            )
         lossy = [tier.name for tier in tiers if tier.codec != LossyCodec()]
         if batch_invariant and lossy:
             raise ValueError(f"KimiK3Generator: batch_invariant wants exact tiers, got lossy ones: {lossy}")
@@ -235,8 +236,8 @@ class KimiK3Generator:
             rid=request.rid, arrival=request.rid, priority=request.priority, is_running=request.is_running,
             done=request.done, total=len(request.tokens), is_decoding=request.is_running and request.is_decoding,
             blocks_held=len(request.table) if request.is_running else request.reuse_shared,
-            blocks_freed=sum(1 for handle in request.table if self.pool.references[handle] == 1),
-            reuse=0 if request.is_running else request.reuse, waits_for=request.waits_for, fetch=request.fetch_state,
+            blocks_freed=self.memory.unshared_blocks(request),
+            reuse=0 if request.is_running else request.expected_reuse, waits_for=request.waits_for, fetch=request.fetch_state,
             fetch_bytes=request.fetch_bytes,
             remaining_new=request.params.max_new_tokens - (len(request.tokens) - len(request.prompt)),
             replay_if_dropped=max(0, request.done - max(last_saved, request.reuse)),
@@ -246,7 +247,7 @@ class KimiK3Generator:
     def _resources(self) -> Resources:
         layout = self.pools.layout
         return Resources(
-            room_blocks=self.pool.free_blocks + self.index.evictable_blocks(), slot_blocks=layout.blocks_per_page,
+            room_blocks=self.memory.room_blocks(self._requests.values()), slot_blocks=layout.blocks_per_page,
             total_blocks=self.pool.total_blocks, block_size=self.block_size, max_num_seqs=self.max_num_seqs,
             max_tokens_per_step=self.max_tokens_per_step, can_park=True, bytes_per_block=layout.block_bytes,
         )  # fmt: skip

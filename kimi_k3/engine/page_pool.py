@@ -38,6 +38,8 @@ class PagePool:
         self.references: list[int] = []  # handle -> count
         self._spare_handles: list[int] = []
         self.num_slots = self.num_blocks = 0
+        self.num_unshared = 0  # blocks with one reference
+        self.shares = 0  # times that a count of references passed between one and two
 
     @property
     def free_pages(self) -> int:
@@ -81,19 +83,27 @@ class PagePool:
             self.references.append(0)
         self._put(handle, page, inside)
         self.references[handle] = 1
+        self.num_unshared += 1
         self.num_blocks += 1
         return handle
 
     def share_block(self, handle: int) -> None:
         assert self.references[handle] > 0, f"block {handle} is not in use"
         self.references[handle] += 1
+        if self.references[handle] == 2:
+            self.num_unshared -= 1
+            self.shares += 1
 
     def free_block(self, handle: int) -> bool:
         """Give back one reference; True if it was the last one."""
         assert self.references[handle] > 0, f"block {handle} is not in use"
         self.references[handle] -= 1
         if self.references[handle]:
+            if self.references[handle] == 1:
+                self.num_unshared += 1
+                self.shares += 1
             return False
+        self.num_unshared -= 1
         self._take_out(handle)
         self._spare_handles.append(handle)
         self.num_blocks -= 1

@@ -228,19 +228,8 @@ class PrefixIndex:
 
     # What goes.
 
-    def evictable_blocks(self) -> int:
-        """Places for blocks that evicting everything would free."""
-        slots = sum(1 for snapshot in self._snapshots if not snapshot.pins)
-        owned = sum(1 for node in self._nodes() if self.pool.references[node.block] == 1)
-        return slots * self.pool.blocks_per_page + owned
-
-    def _nodes(self) -> Iterator[Node]:
-        pending = list(self._roots.values())
-        while pending:
-            node = pending.pop()
-            pending += node.all_children()
-            if node.block >= 0:
-                yield node
+    def evictable_slots(self) -> int:
+        return sum(1 for snapshot in self._snapshots if not snapshot.pins)
 
     def evict(self, *, keep: Callable[[Snapshot], bool] = lambda snapshot: False) -> bool:
         """Drop the snapshot whose loss costs least for its bytes, with the blocks only it needs. False: nothing to drop.

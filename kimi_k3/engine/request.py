@@ -79,6 +79,9 @@ class Request:
     slot: int = -1
     read_from: Snapshot | None = None  # the state to start from, until the first piece has run
     table: list[int] = field(default_factory=list)  # block handles
+    unshared: int = 0  # of them, those that nobody else held when the pool counted `shares` and it `counted_blocks`
+    shares: int = -1
+    counted_blocks: int = 0
     wanted: list[int] = field(default_factory=list)  # positions to snapshot, increasing
     stride: int = 0  # between snapshots while decoding; 0: none
     saved: list[Snapshot] = field(default_factory=list)  # taken, not yet published
@@ -117,6 +120,11 @@ class Request:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
+
+    @property
+    def expected_reuse(self) -> int:
+        """Tokens that it would not compute when admitted now."""
+        return max(self.reuse, self.fetch_position) if self.fetch_state == "ready" else self.reuse
 
     @property
     def is_running(self) -> bool:

@@ -75,6 +75,21 @@ class Residency:
                 "blocks beside one state"
             )
 
+    def unshared_blocks(self, request: Request) -> int:
+        """Of its blocks, those that nobody else holds."""
+        if request.shares != self.pool.shares:
+            request.unshared = sum(self.pool.references[handle] == 1 for handle in request.table)
+        else:
+            request.unshared += len(request.table) - request.counted_blocks  # new ones are its own
+        request.shares, request.counted_blocks = self.pool.shares, len(request.table)
+        return request.unshared
+
+    def room_blocks(self, requests: Iterable[Request]) -> int:
+        """Places for blocks that are free, or would be if all that is only kept for reuse were dropped."""
+        held = sum(self.unshared_blocks(request) for request in requests if request.table)
+        kept = self.pool.num_unshared - held
+        return self.pool.free_blocks + self.index.evictable_slots() * self.pool.blocks_per_page + kept
+
     # What a waiting request would find.
 
     def look_up(self, request: Request, step: int) -> None:

@@ -70,3 +70,19 @@ def test_the_split_follows_the_load():
     for handle in blocks:
         pool.free_block(handle)
     assert [pool.add_slot() for _ in range(5)] == [0, 1, 2, 3, None]
+
+
+def test_unshared_blocks_are_counted():
+    rng = random.Random(3)
+    pool, held = PagePool(8, 4), []
+    for _ in range(2000):
+        action = rng.random()
+        if action < 0.4 and (handle := pool.add_block()) is not None:
+            held.append(handle)
+        elif action < 0.6 and held:
+            pool.share_block(rng.choice(held))
+        elif held:
+            handle = rng.choice(held)
+            if pool.free_block(handle):
+                held.remove(handle)
+        assert pool.num_unshared == sum(pool.references[handle] == 1 for handle in held)

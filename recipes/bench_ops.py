@@ -177,6 +177,13 @@ def kda_cases(make: Maker) -> Iterator[Case]:
         "kda_chunk_export", f"{tokens} tokens", OPS.kda_chunk_export, [(*chunk, at, to)], io_bytes, flops,
         OPS.kda_chunk_export.reference,
     )  # fmt: skip
+    yield Case(
+        "kda_recurrent", f"{tokens} tokens", OPS.kda_recurrent, [chunk], io_bytes, flops, OPS.kda_recurrent.reference
+    )
+    yield Case(
+        "kda_recurrent_export", f"{tokens} tokens", OPS.kda_recurrent_export, [(*chunk, at, to)], io_bytes, flops,
+        OPS.kda_recurrent_export.reference,
+    )  # fmt: skip
     backward = (make.normal(tokens, heads, value), *chunk[:5], chunk[5], cu)
     # Each of the three products again, and two more for each in the gradient.
     yield Case(
@@ -211,6 +218,11 @@ def short_conv_cases(make: Maker) -> Iterator[Case]:
     yield Case(
         "short_conv", f"{tokens} tokens", OPS.short_conv, [inputs], both_ways, 8 * tokens * channels,
         OPS.short_conv.reference, {"F.conv1d": torch_conv},
+    )  # fmt: skip
+    yield Case(
+        "short_conv_export", f"{tokens} tokens", OPS.short_conv_export,
+        [(*inputs, make.integers(tokens // 2), make.integers(-1))], both_ways, 8 * tokens * channels,
+        OPS.short_conv_export.reference,
     )  # fmt: skip
     backward = (make.normal(tokens, channels), inputs[0], weight, make.normal(1, 3, channels), cu)
     yield Case(
@@ -324,6 +336,61 @@ def matvec_cases(make: Maker) -> Iterator[Case]:
         )  # fmt: skip
 
 
+def small_cases(make: Maker) -> Iterator[Case]:
+    """What eager inference runs as one op each: norms, gates, activation, the absorbed products, the invariant rows."""
+    s = make.shape
+    heads, key, count = s.heads, s.key_dim, 1
+    x, weight = make.normal(count, s.hidden), make.normal(s.hidden)
+    yield Case(
+        "rms_norm", f"{count} tokens", OPS.rms_norm, [(x, weight, 1e-5)], 2 * tensor_bytes(x) + tensor_bytes(weight),
+        4 * x.numel(), OPS.rms_norm.reference, {"F.rms_norm": lambda x, w, eps: F.rms_norm(x, w.shape, w, eps)},
+    )  # fmt: skip
+    o, gate, weight = (
+        make.normal(count, heads, key),
+        make.normal(count, heads, key),
+        make.normal(key, dtype=torch.float32),
+    )
+    yield Case(
+        "gated_rms_norm", f"{count} tokens", OPS.gated_rms_norm, [(o, gate, weight, 1e-5)], 3 * tensor_bytes(o),
+        8 * o.numel(), OPS.gated_rms_norm.reference,
+    )  # fmt: skip
+    gates = (
+        make.normal(count, 3 * heads * key), make.normal(count, heads * key), make.normal(count, heads),
+        make.normal(heads, dtype=torch.float32), make.normal(heads * key, dtype=torch.float32), -5.0,
+    )  # fmt: skip
+    yield Case(
+        "kda_gates", f"{count} tokens", OPS.kda_gates, [gates], 3 * tensor_bytes(gates[0]), 10 * gates[0].numel(),
+        OPS.kda_gates.reference,
+    )  # fmt: skip
+    up = make.normal(count, s.expert_width)
+    yield Case(
+        "situ", f"{count} tokens", OPS.situ, [(up, up, BETA, LINEAR_BETA)], 3 * tensor_bytes(up), 12 * up.numel(),
+        OPS.situ.reference,
+    )  # fmt: skip
+    absorbed = make.copies(lambda: (make.normal(count, heads, s.nope), make.normal(heads, s.nope, s.rank), True))
+    yield Case(
+        "head_matvec", f"{count} tokens", OPS.head_matvec, absorbed, tensor_bytes(*absorbed[0][:2]),
+        2 * count * heads * s.nope * s.rank, OPS.head_matvec.reference,
+        {"einsum": lambda x, w, _: torch.einsum("thn,hnr->thr", x, w)},
+    )  # fmt: skip
+    rows = make.normal(64, s.hidden)
+    matrices = make.copies(lambda: (make.normal(heads * key, s.hidden),))
+    yield Case(
+        "linear_rows", "64 rows", OPS.linear_rows, [(rows, [w]) for (w,) in matrices], tensor_bytes(rows, *matrices[0]),
+        2 * 64 * s.hidden * heads * key, OPS.linear_rows.reference, {"F.linear": lambda x, ws: F.linear(x, ws[0])},
+    )  # fmt: skip
+    outputs, weights = make.normal(64, s.topk, s.moe_latent), make.uniform(64, s.topk)
+    yield Case(
+        "mxfp4_combine", "64 tokens", OPS.mxfp4_combine, [(outputs, weights)], tensor_bytes(outputs),
+        2 * outputs.numel(), OPS.mxfp4_combine.reference,
+    )  # fmt: skip
+    yield Case(
+        "mxfp4_combine_backward", "64 tokens", OPS.mxfp4_combine_backward,
+        [(make.normal(64, s.moe_latent), outputs, weights)], 2 * tensor_bytes(outputs), 4 * outputs.numel(),
+        OPS.mxfp4_combine_backward.reference,
+    )  # fmt: skip
+
+
 def expert_flops(s: Shape, tokens: int) -> int:
     return 2 * tokens * s.topk * 3 * s.moe_latent * s.expert_width
 
@@ -401,11 +468,27 @@ def mxfp4_cases(make: Maker) -> Iterator[Case]:
 
 
 GROUPS: tuple[tuple[Callable[[Maker], Iterator[Case]], tuple[str, ...]], ...] = (
-    (kda_cases, ("kda_chunk", "kda_chunk_export", "kda_chunk_backward", "kda_step_")),
-    (short_conv_cases, ("short_conv", "short_conv_backward", "short_conv_step_")),
+    (
+        kda_cases,
+        ("kda_chunk", "kda_chunk_export", "kda_recurrent", "kda_recurrent_export", "kda_chunk_backward", "kda_step_"),
+    ),
+    (short_conv_cases, ("short_conv", "short_conv_export", "short_conv_backward", "short_conv_step_")),
     (attn_res_cases, ("attn_res_mix", "attn_res_mix_backward")),
     (mla_cases, ("mla_prefill", "mla_prefill_backward", "mla_decode")),
     (matvec_cases, ("matvec",)),
+    (
+        small_cases,
+        (
+            "rms_norm",
+            "gated_rms_norm",
+            "kda_gates",
+            "situ",
+            "head_matvec",
+            "linear_rows",
+            "mxfp4_combine",
+            "mxfp4_combine_backward",
+        ),
+    ),
     (mxfp4_cases, ("mxfp4_dequantize", "mxfp4_linear")),
     (dense_expert_cases, ("dense_experts", "dense_experts_backward")),
 )

@@ -141,7 +141,7 @@ def test_under_pressure_snapshots_weigh_no_more_than_latents_at_k3_sizes(tokens,
     """And the end of the last message is kept: its next turn replays nothing."""
     pool, index = make_index(pages=40_000, per_page=246, block=64, slot_bytes=K3_SLOT, block_bytes=64 * K3_TOKEN)
     prompt = list(range(tokens))
-    grid = 1024
+    grid = max(1024, tokens // 256)
     places = sorted({*range(grid, tokens + 1, grid), tokens})
     publish(index, pool, prompt, places, ends=[tokens], hidden=[tokens])
     while index.num_snapshots * K3_SLOT > max(K3_SLOT, tokens * K3_TOKEN):

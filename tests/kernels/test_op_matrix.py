@@ -106,6 +106,17 @@ INPUTS: dict[str, Callable[[int], list]] = {
     "dense_experts": lambda t: [*routed(t), *dense(), TABLE, *BETAS],
     "dense_experts_backward": lambda t: [normal(t, 32, seed=3), *routed(t), *dense(), TABLE, *BETAS],
     "matvec": lambda t: [normal(t, 40), [normal(24, 40), normal(5, 40)]],
+    "kda_recurrent": lambda t: [*kda_rows(t), *pools(t)],
+    "kda_recurrent_export": kda_export,
+    "short_conv_export": lambda t: [*short_conv(t), *kda_export(t)[-2:]],
+    "head_matvec": lambda t: [normal(t, 3, 16), normal(3, 20, 16), False],
+    "linear_rows": lambda t: [normal(t, 40), [normal(24, 40), normal(5, 40)]],
+    "rms_norm": lambda t: [normal(t, 24), normal(24), EPS],
+    "gated_rms_norm": lambda t: [normal(t, 2, 12), normal(t, 2, 12, seed=1), normal(12), EPS],
+    "kda_gates": lambda t: [normal(t, 48), normal(t, 16), normal(t, 2), normal(2), normal(16), -5.0],
+    "situ": lambda t: [normal(t, 24), normal(t, 24, seed=1), *BETAS],
+    "mxfp4_combine": lambda t: [normal(t, 2, 32), normal(t, 2).sigmoid()],
+    "mxfp4_combine_backward": lambda t: [normal(t, 32), normal(t, 2, 32), normal(t, 2).sigmoid()],
     "mxfp4_linear": lambda t: [normal(t, 32), *(x[0] for x in packed_experts()[:2])],
     "mxfp4_dequantize": lambda t: [*(x[0, :t] for x in packed_experts()[:2]), torch.float32],
 }  # fmt: skip
@@ -142,7 +153,8 @@ def test_every_op_is_in_the_matrix():
         for name in torch._C._dispatch_get_all_op_names()
         if "kimi_k3::" in name
     }
-    assert names - {"set_cpu_instructions"} == set(INPUTS)
+    # The op over several ranks needs them: tests/parallel has its registration.
+    assert names - {"set_cpu_instructions", "cpu_instructions", "experts_over_ranks"} == set(INPUTS)
 
 
 @every_op
@@ -207,6 +219,8 @@ FAR = {
     "short_conv": (0, 2), "short_conv_step_": (0, 2), "short_conv_backward": (1,), "attn_res_mix": (0, 1),
     "attn_res_mix_backward": (2,), "mla_prefill": (0, 1, 3), "mla_prefill_backward": (0, 4), "mla_decode": (0, 1),
     "mxfp4_experts": (0, 3, 4, 5, 6, 7, 8), "mxfp4_experts_backward": (4, 8), "dense_experts": (3, 5),
+    "kda_recurrent": (0, 5), "kda_recurrent_export": (5,), "short_conv_export": (0, 2), "head_matvec": (0, 1),
+    "linear_rows": (0,), "rms_norm": (0,), "gated_rms_norm": (0, 1), "kda_gates": (0, 1), "situ": (0, 1),
     "dense_experts_backward": (4,), "mxfp4_linear": (1,), "mxfp4_dequantize": (0,),
 }  # fmt: skip
 
@@ -260,5 +274,5 @@ def test_the_reference_is_not_the_kernel(name: str):
     # The matrix means nothing where a kernel is not reached.
     native = torch._C._dispatch_has_kernel_for_dispatch_key(f"kimi_k3::{name}", "CPU")
     plain = {"mla_prefill_backward", "mxfp4_experts_backward", "dense_experts", "dense_experts_backward"}
-    plain |= {"mxfp4_linear", "mxfp4_dequantize"}
+    plain |= {"mxfp4_linear", "mxfp4_dequantize", "mxfp4_combine_backward"}
     assert native or not NATIVE or name in plain

@@ -169,7 +169,7 @@ class Run:
     def __call__(self, ids_T: Tensor, lengths: list[int], batch: PackedBatch) -> Tensor:
         embeds = self.model.model.embed_tokens(ids_T)
         running_sum, bank, *_ = self.model.model(embeds, batch, self.cache.pools)
-        return self.model.lm_head(self.model.model.final_hidden(running_sum, bank))
+        return self.model.head_logits(self.model.model.final_hidden(running_sum, bank))
 
     def batch(self, lengths: list[int], read: list[int], write: list[int], **exports: Tensor) -> PackedBatch:
         """Sequences without a past: row n of the cache's blocks for sequence n."""

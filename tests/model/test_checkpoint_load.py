@@ -337,8 +337,8 @@ def test_a_config_that_is_no_object_is_named_with_its_file(tmp_path, text):
         load(tmp_path)
 
 
-def test_a_mesh_is_not_built_yet():
-    with pytest.raises(NotImplementedError, match="mesh"):
+def test_a_mesh_that_is_none_is_named():
+    with pytest.raises(ValueError, match="mesh: want a DeviceMesh"):
         load(GOLDEN / "golden", mesh=object())
 
 

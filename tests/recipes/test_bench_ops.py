@@ -17,8 +17,8 @@ def test_every_registered_op_is_measured():
     registered = {
         name.removeprefix("kimi_k3::").split(".")[0]
         for name in torch._C._dispatch_get_all_op_names()
-        if name.startswith("kimi_k3::") and name != "kimi_k3::set_cpu_instructions"
-    }
+        if name.startswith("kimi_k3::") and not name.endswith("cpu_instructions")
+    } - {"experts_over_ranks"}  # it needs several processes
     assert registered == set(bench_ops.ALL_OPS) == {case.op for case in cases("tiny")}
 
 

@@ -291,8 +291,9 @@ def _run_chunks(
     target = target_of(q.device)
     precision = dot_precision(q.dtype, target)
     read_slots, write_slots, cu_seqlens = map(indices, (read_slots, write_slots, cu_seqlens))
-    is_export = export_at is not None and export_slots is not None and export_at.shape[0] > 0
-    at, to = (indices(export_at), indices(export_slots)) if is_export else (read_slots, read_slots)
+    is_export = export_at is not None and export_slots is not None
+    at, to = (read_slots, read_slots) if export_at is None or export_slots is None else (export_at, export_slots)
+    at, to = indices(at), indices(to)
     num_exports = at.shape[0] if is_export else 0
     token_bytes = 4 * (2 * key_dim + value_dim + CHUNK) * max(tokens, 1)
     group = max(1, min(heads, WORKSPACE_BYTES // token_bytes))

@@ -15,6 +15,7 @@ tables, behind one opaque op that looks its group up when it runs: a new placeme
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -266,6 +267,11 @@ def _forward(self: Any, latent_TL: Tensor, routing: Routing) -> Tensor:
     )
 
 
+@functools.cache  # layers of one kind share it, and with it their compiled graphs
+def _exchanging_class(kind: type) -> type:
+    return type(kind.__name__, (kind,), {"forward": _forward})
+
+
 def expert_layers(model: nn.Module) -> list[KimiK3SparseMoE]:
     return [module for module in model.modules() if isinstance(module, KimiK3SparseMoE)]
 
@@ -280,7 +286,7 @@ def spread_experts(model: nn.Module, mesh: DeviceMesh) -> None:
         experts = layer.experts
         for name, table in contiguous_tables(experts.num_experts, ep.size(), device)._asdict().items():
             experts.register_buffer(name, table, persistent=False)
-        experts.__class__ = type(type(experts).__name__, (type(experts),), {"forward": _forward})
+        experts.__class__ = _exchanging_class(type(experts))
 
 
 class InStep:
@@ -339,7 +345,9 @@ def idle_step(model: nn.Module) -> None:
 def place_experts(layer: KimiK3SparseMoE, tables: Tables, slot_experts: Tensor) -> None:
     """Move one layer's experts to the slots of a new placement: weights from the ranks that hold them, then the tables.
 
-    Every rank calls it with the same arguments, between two steps. Outputs do not change by a bit.
+    Every rank calls it with the same arguments, between two steps. Outputs do not change by a bit. Its first call makes
+    plain slots of the DTensors, so serve compiled layers from a placement on: later ones of the same S and C compile
+    nothing.
 
     Args:
         tables: where the copies will lie.

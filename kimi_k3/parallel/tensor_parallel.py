@@ -9,6 +9,7 @@ the parts that are cut they compute the same, bit for bit.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -162,20 +163,21 @@ def _reader(name: str, tp: DeviceMesh, config: KimiK3TextConfig) -> Callable[[Te
     """What a layer's code gets when it reads a parameter."""
     if _EXPERTS.fullmatch(name) or not rule_of(name).is_partial or tp.size() == 1:
         return local_part
-    group_name = tp.get_group().group_name
-    heads = config.kda_num_heads // tp.size()
-    first = tp.get_local_rank() * heads
+    heads = config.kda_num_heads // tp.size() if name.endswith(".A_log") else None
+    return _summed_reader(tp.get_group().group_name, tp.get_local_rank(), heads)
 
+
+@functools.cache  # like the classes below: layers of one kind share a class, and with it their compiled graphs
+def _summed_reader(group_name: str, rank: int, heads: int | None) -> Callable[[Tensor], Tensor]:
     def read(parameter: Tensor) -> Tensor:
         whole = sum_gradient(local_part(parameter), group_name)
-        return whole[first : first + heads] if name.endswith(".A_log") else whole
+        return whole if heads is None else whole[rank * heads : (rank + 1) * heads]
 
     return read
 
 
-def reads_locally_(module: nn.Module, readers: dict[str, Callable[[Tensor], Tensor]], **members: Any) -> None:
-    """Give a module a class of its own in which `module.weight` is the local part; `_parameters` keeps the DTensor."""
-
+@functools.cache
+def _sharded_class(kind: type, readers: tuple[tuple[str, Callable[[Tensor], Tensor]], ...]) -> type:
     def reading(leaf: str, read: Callable[[Tensor], Tensor]) -> property:
         def get(self: nn.Module) -> Any:
             parameter: Any = self._parameters[leaf]
@@ -185,9 +187,12 @@ def reads_locally_(module: nn.Module, readers: dict[str, Callable[[Tensor], Tens
 
         return property(get)
 
-    kind = type(module)
-    properties = {leaf: reading(leaf, read) for leaf, read in readers.items()}
-    module.__class__ = type(f"Sharded{kind.__name__}", (kind,), {**properties, **members})
+    return type(f"Sharded{kind.__name__}", (kind,), {leaf: reading(leaf, read) for leaf, read in readers})
+
+
+def reads_locally_(module: nn.Module, readers: dict[str, Callable[[Tensor], Tensor]]) -> None:
+    """Give a module a class in which `module.weight` is the local part; `_parameters` keeps the DTensor."""
+    module.__class__ = _sharded_class(type(module), tuple(sorted(readers.items(), key=lambda item: item[0])))
 
 
 def _wrap(
@@ -202,6 +207,11 @@ def _wrap(
     def sum_first_gradient(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         return sum_gradient(inputs[0], group_name), *inputs[1:]
 
+    def sum_routed_gradients(module: nn.Module, inputs: tuple[Tensor, Routing]) -> tuple[Tensor, Routing]:
+        latent, routing = inputs
+        weights = sum_gradient(routing.topk_weights, group_name)
+        return sum_gradient(latent, group_name), routing._replace(topk_weights=weights)
+
     def sum_result(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
         return sum_output(output, group_name, ordered_size)
 
@@ -214,7 +224,7 @@ def _wrap(
             module.register_forward_hook(sum_result)
         elif isinstance(module, KimiK3Experts) and experts_by_width:
             # The latent sum is whole before its norm reads it.
-            module.register_forward_pre_hook(lambda _, inputs: _sum_routed_gradients(inputs, group_name))
+            module.register_forward_pre_hook(sum_routed_gradients)
             module.register_forward_hook(sum_result)
     stage: Any = model.model
     if stage.is_first_stage:
@@ -226,12 +236,6 @@ def _wrap(
             head.register_forward_hook(
                 lambda _, inputs, logits: gather_columns(logits, config.vocab_size, rank, size, group_name)
             )
-
-
-def _sum_routed_gradients(inputs: tuple[Tensor, Routing], group_name: str) -> tuple[Tensor, Routing]:
-    latent, routing = inputs
-    weights = sum_gradient(routing.topk_weights, group_name)
-    return sum_gradient(latent, group_name), routing._replace(topk_weights=weights)
 
 
 def vocabulary_range(vocab_size: int, rank: int, size: int) -> tuple[int, int]:

@@ -78,8 +78,10 @@ class KimiK3Generator:
         self._schedule = SCHEDULERS[scheduler]
         self.agreement = Agreement(model)
         self.counts: Counter[str] = Counter()
+        self._requests: dict[int, Request] = {}  # not finished, in order of arrival
         self.memory = Residency(
-            model, self.agreement, memory=memory, num_blocks=num_blocks, max_num_seqs=max_num_seqs, block_size=block_size,
+            model, self.agreement, self._requests, memory=memory, num_blocks=num_blocks, max_num_seqs=max_num_seqs,
+            block_size=block_size,
             prefix_cache=prefix_cache, tiers=tiers, counts=self.counts,
         )  # fmt: skip
         self.pools, self.pool, self.index = self.memory.pools, self.memory.pool, self.memory.index
@@ -90,7 +92,6 @@ class KimiK3Generator:
         self._root = self._root_key(batch_invariant)
         self._ends = end_ids(model, None) | frozenset(tokenizer.end_token_ids if tokenizer is not None else ())
 
-        self._requests: dict[int, Request] = {}  # not finished, in order of arrival
         self._next_rid = 0
         self._finished_outputs: list[RequestOutput] = []
         self._results: dict[int, GenerationResult] = {}

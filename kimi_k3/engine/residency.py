@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,15 +26,15 @@ REFRESH_STEPS = 16  # the match of a request that waits for another is looked up
 
 class Residency:
     """
-    Args: as KimiK3Generator's; counts: where events are counted.
+    Args: as KimiK3Generator's; requests: those not finished, in order of arrival; counts: where events are counted.
     """
 
     def __init__(
-        self, model: KimiK3ForCausalLM, agreement: Agreement, *, memory: int | str, num_blocks: int | None,
-        max_num_seqs: int, block_size: int, prefix_cache: bool, tiers: Sequence[Any], counts: Counter[str],
+        self, model: KimiK3ForCausalLM, agreement: Agreement, requests: Mapping[int, Request], *, memory: int | str,
+        num_blocks: int | None, max_num_seqs: int, block_size: int, prefix_cache: bool, tiers: Sequence[Any], counts: Counter[str],
     ) -> None:  # fmt: skip
         self.max_num_seqs, self.block_size, self.prefix_cache = max_num_seqs, block_size, prefix_cache
-        self.counts = counts
+        self.counts, self._requests = counts, requests
         layout = PoolLayout(model, block_size)
         (num_pages,) = agreement.least([self._num_pages(layout, memory, num_blocks, model.device)])
         heads = model.config.text_config.kda_num_heads
@@ -86,9 +86,10 @@ class Residency:
 
     def room_blocks(self, requests: Iterable[Request]) -> int:
         """Places for blocks that are free, or would be if all that is only kept for reuse were dropped."""
-        held = sum(self.unshared_blocks(request) for request in requests if request.table)
-        kept = self.pool.num_unshared - held
-        return self.pool.free_blocks + self.index.evictable_slots() * self.pool.blocks_per_page + kept
+        live = list(requests)
+        kept = self.pool.num_unshared - sum(self.unshared_blocks(request) for request in live if request.table)
+        slots = self.index.evictable_slots() + sum(len(request.saved) for request in live)
+        return self.pool.free_blocks + slots * self.pool.blocks_per_page + kept
 
     # What a waiting request would find.
 
@@ -112,16 +113,32 @@ class Residency:
     def slot(self) -> int | None:
         """A KDA slot, at the cost of cached snapshots where none is free."""
         while (slot := self.pool.add_slot()) is None:
-            if not self.index.evict():
+            if not (self.index.evict() or self._drop_saved()):
                 return None
         return slot
 
     def block(self) -> int | None:
         """A latent block, as `slot`."""
         while (block := self.pool.add_block()) is None:
-            if not self.index.evict():
+            if not (self.index.evict() or self._drop_saved()):
                 return None
         return block
+
+    def _spare_slot(self) -> int | None:
+        """As `slot`, but what a request has saved stays: this step's forward may be about to write it."""
+        while (slot := self.pool.add_slot()) is None:
+            if not self.index.evict():
+                return None
+        return slot
+
+    def _drop_saved(self) -> bool:
+        """Give up a snapshot that a prefill under way has left and not published: it must not stand in anyone's way."""
+        for request in reversed(list(self._requests.values())):
+            if request.saved:
+                self.pool.free_slot(request.saved.pop(0).slot)
+                self.counts["dropped_snapshots"] += 1
+                return True
+        return False
 
     def prepare(self, request: Request, count: int, followers: Iterable[Request]) -> Piece | None:
         """Give a request what its next `count` tokens need; None, and nothing taken, where memory is short after all.
@@ -146,11 +163,11 @@ class Residency:
             request.table.append(block)
         return Piece(request, end - request.done, [])
 
-    def _admit(self, request: Request, followers: Iterable[Request]) -> bool:
-        """Make a waiting request run: its slot, and the blocks and the state of the longest kept prefix."""
+    def _admit(self, request: Request, followers: Iterable[Request], *, is_cold: bool = False) -> bool:
+        """Make a waiting request run: its slot, and the blocks and the state of the longest kept prefix, unless is_cold."""
         if self.tiers is not None and request.fetch_state == "ready":
             self.tiers.install(request, self.slot, self.block)
-        match = self.index.match(request.root, request.tokens)
+        match = self.index.match(request.root, [] if is_cold else request.tokens)
         snapshot = match.snapshot
         if snapshot is not None:
             snapshot.pins += 1  # nothing below may evict it
@@ -167,7 +184,10 @@ class Residency:
             if snapshot is not None:
                 snapshot.pins -= 1
             self._free_table(request)
-            return False
+            # A hit keeps its snapshot and the original of its last block in memory beside the request's own: where that is
+            # too much even for one request, the hit gives way.
+            is_alone = not any(r.is_running for r in self._requests.values())
+            return snapshot is not None and is_alone and self._admit(request, followers, is_cold=True)
         if tail is not None:  # others may read the block it shares: it writes into a copy
             self.pools.copy_block(self.pool.places[match.path[-1].block], self.pool.places[tail])
             request.table.append(tail)
@@ -215,7 +235,7 @@ class Residency:
             end = request.done + count
             while request.wanted and request.wanted[0] <= end:
                 position = request.wanted.pop(0)
-                slot = self.slot() if position > request.done else None
+                slot = self._spare_slot() if position > request.done else None
                 if slot is not None:
                     exports.append((position, slot))
                     request.saved.append(Snapshot(position, slot, is_end=position in request.boundaries))

@@ -247,9 +247,10 @@ class KimiK3Generator:
         )  # fmt: skip
 
     def _resources(self) -> Resources:
-        layout = self.pools.layout
+        layout, saved = self.pools.layout, sum(len(r.saved) for r in self._requests.values())
         return Resources(
-            room_blocks=self.pool.free_blocks + self.index.evictable_blocks(), slot_blocks=layout.blocks_per_page,
+            room_blocks=self.pool.free_blocks + self.index.evictable_blocks() + saved * layout.blocks_per_page,
+            slot_blocks=layout.blocks_per_page,
             total_blocks=self.pool.total_blocks, block_size=self.block_size, max_num_seqs=self.max_num_seqs,
             max_tokens_per_step=self.max_tokens_per_step, can_park=True, bytes_per_block=layout.block_bytes,
         )  # fmt: skip
@@ -297,15 +298,31 @@ class KimiK3Generator:
     def _slot(self) -> int | None:
         """A KDA slot, at the cost of cached snapshots where none is free."""
         while (slot := self.pool.add_slot()) is None:
-            if not self.index.evict():
+            if not (self.index.evict() or self._drop_saved()):
                 return None
         return slot
 
     def _block(self) -> int | None:
         while (block := self.pool.add_block()) is None:
-            if not self.index.evict():
+            if not (self.index.evict() or self._drop_saved()):
                 return None
         return block
+
+    def _spare_slot(self) -> int | None:
+        """As `_slot`, but what a request has saved stays: this step's forward may be about to write it."""
+        while (slot := self.pool.add_slot()) is None:
+            if not self.index.evict():
+                return None
+        return slot
+
+    def _drop_saved(self) -> bool:
+        """Give up a snapshot that a prefill under way has left and not published: it must not stand in anyone's way."""
+        for request in reversed(self._requests.values()):
+            if request.saved:
+                self.pool.free_slot(request.saved.pop(0).slot)
+                self.counts["dropped_snapshots"] += 1
+                return True
+        return False
 
     def _prepare(self, request: Request, count: int) -> Piece | None:
         """Give a request what its next `count` tokens need; None, and nothing taken, where memory is short after all."""
@@ -328,11 +345,11 @@ class KimiK3Generator:
         request.last_step = self.num_steps
         return Piece(request, end - request.done, [])
 
-    def _admit(self, request: Request) -> bool:
-        """Make a waiting request run: its slot, and the blocks and the state of the longest kept prefix."""
+    def _admit(self, request: Request, *, is_cold: bool = False) -> bool:
+        """Make a waiting request run: its slot, and the blocks and the state of the longest kept prefix, unless is_cold."""
         if self.tiers is not None and request.fetch_state == "ready":
             self.tiers.install(request, self._slot, self._block)
-        match = self.index.match(request.root, request.tokens)
+        match = self.index.match(request.root, [] if is_cold else request.tokens)
         snapshot = match.snapshot
         if snapshot is not None:
             snapshot.pins += 1  # nothing below may evict it
@@ -349,7 +366,10 @@ class KimiK3Generator:
             if snapshot is not None:
                 snapshot.pins -= 1
             self._free_table(request)
-            return False
+            # A hit keeps its snapshot and the original of its last block in memory beside the request's own: where that is
+            # too much even for one request, the hit gives way.
+            is_alone = not any(r.is_running for r in self._requests.values())
+            return snapshot is not None and is_alone and self._admit(request, is_cold=True)
         if tail is not None:  # others may read the block it shares: it writes into a copy
             self.pools.copy_block(self.pool.places[match.path[-1].block], self.pool.places[tail])
             request.table.append(tail)
@@ -398,7 +418,7 @@ class KimiK3Generator:
             end = request.done + count
             while request.wanted and request.wanted[0] <= end:
                 position = request.wanted.pop(0)
-                slot = self._slot() if position > request.done else None
+                slot = self._spare_slot() if position > request.done else None
                 if slot is not None:
                     exports.append((position, slot))
                     request.saved.append(Snapshot(position, slot, is_end=position in request.boundaries))

@@ -123,6 +123,43 @@ def test_recurrent_has_the_bits_of_steps(op: Op, dtype: torch.dtype, sizes: tupl
     assert torch.equal(got, o[cut:41]) and torch.equal(in_pieces[3], pool[3]) and torch.equal(in_pieces[5], pool[4])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_lone_token_in_a_chunk_batch_has_the_bits_of_the_step(instructions: str, dtype: torch.dtype) -> None:
+    inputs, pool = kda_inputs(25, 3, 20, 37, dtype), normal(6, 3, 20, 37)
+    stepped, slots = pool.clone(), torch.tensor([0, 1, -1, 1])
+    writes = torch.tensor([0, 2, 3, -1])  # in place, between long neighbours, fresh, and not kept
+    cu = packed([1, 22, 1, 1])
+    o = torch.ops.kimi_k3.kda_chunk(*inputs, pool, slots, writes, cu)
+    rows = torch.tensor([0, 23, 24])
+    lone = torch.tensor([0, 2, 3])
+    got = torch.ops.kimi_k3.kda_step_(*(x[rows] for x in inputs), stepped, slots[lone], writes[lone])
+    assert torch.equal(o[rows], got) and torch.equal(pool[[0, 3]], stepped[[0, 3]])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", [(20, 128, 64, 128, 256), (3, 24, 8, 16, 20)])
+def test_a_lone_token_in_a_prefill_batch_has_the_bits_of_the_decode_step(instructions: str, dtype, sizes) -> None:
+    heads, nope, rope, value, rank = sizes
+    pasts, news = torch.tensor([130, 0, 64, 511]), [1, 70, 1, 1]
+    cu, tables = packed(news), torch.arange(40, dtype=torch.int32).view(4, 10)
+    pool = normal(40, 64, rank + rope, dtype=dtype)
+    weight = normal(heads * (nope + value), rank, seed=1, dtype=dtype) * rank**-0.5
+    q, latent = normal(73, heads, nope + rope, seed=2, dtype=dtype), normal(73, rank + rope, seed=3, dtype=dtype)
+    stored = pool.clone()
+    got = torch.ops.kimi_k3.mla_prefill(q, latent, weight, pool, tables, pasts, cu, 0.1)
+    assert torch.equal(pool, stored)  # the new latents need not be in the pool: these are read from the argument
+    lone, rows = torch.tensor([0, 2, 3]), torch.tensor([0, 71, 72])
+    pool.view(-1, rank + rope)[tables[lone, pasts[lone] // 64].long() * 64 + pasts[lone] % 64] = latent[rows]
+    to_keys, to_values = weight.view(heads, -1, rank).split([nope, value], dim=1)
+    queries = torch.cat([head_matvec(q[rows, :, :nope], to_keys, transposed=True), q[rows, :, nope:]], dim=-1)
+    context = torch.ops.kimi_k3.mla_decode(queries, pool, tables[lone], pasts[lone] + 1, 0.1, rank)
+    assert torch.equal(head_matvec(context, to_values), got[rows])
+    alone = torch.ops.kimi_k3.mla_prefill(
+        q[1:71], latent[1:71], weight, pool, tables[1:2], pasts[1:2], packed([70]), 0.1
+    )
+    assert torch.equal(alone, got[1:71])
+
+
 @pytest.mark.parametrize("scan", ["kda_recurrent", "kda_chunk"])
 def test_an_exported_state_is_that_of_a_run_that_ends_there(op: Op, scan: str) -> None:
     lengths = [1, 30, 0, 12]

@@ -486,9 +486,15 @@ static void recurrent_heads(const KdaInputs<T>& in, const ChunkPlan& plan, int64
 template <class T>
 static void chunk_heads(const KdaInputs<T>& in, const ChunkPlan& plan, int64_t begin, int64_t end, T* out) {
   Scan scan(in.key_dim, in.value_dim);
+  StepScratch step_scratch(in.key_dim, in.value_dim);
   for (int64_t task = begin; task < end; ++task) {
     // Heads outside: every thread gets a share of every sequence, however their lengths differ.
     const int64_t h = task / plan.num_sequences, n = task % plan.num_sequences;
+    if (plan.bounds[n + 1] - plan.bounds[n] == 1) {  // a decode token among prefill pieces: a tile would compute 16
+      const float* next = n + 1 < plan.num_sequences ? plan.places(n + 1, h).from : nullptr;
+      run_steps(in, plan, n, h, next, step_scratch, out);
+      continue;
+    }
     StatePlaces places = plan.places(n, h);
     scan.state.read(places.from, places.from_stride);
     int64_t t = plan.bounds[n];

@@ -31,7 +31,8 @@ class Residency:
 
     def __init__(
         self, model: KimiK3ForCausalLM, agreement: Agreement, requests: Mapping[int, Request], *, memory: int | str,
-        num_blocks: int | None, max_num_seqs: int, block_size: int, prefix_cache: bool, tiers: Sequence[Any], counts: Counter[str],
+        num_blocks: int | None, max_num_seqs: int, block_size: int, prefix_cache: bool, tiers: Sequence[Any],
+        counts: Counter[str],
     ) -> None:  # fmt: skip
         self.max_num_seqs, self.block_size, self.prefix_cache = max_num_seqs, block_size, prefix_cache
         self.counts, self._requests = counts, requests

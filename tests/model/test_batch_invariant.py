@@ -13,6 +13,7 @@ from torch import Tensor
 import kimi_k3
 from kimi_k3 import KimiK3ForCausalLM
 from kimi_k3.cache import PackedBatch, batch_without_cache
+from kimi_k3.layers.linear import project
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 DEMO = Path(kimi_k3.__file__).parent / "demo"
@@ -166,10 +167,11 @@ class Run:
     def __init__(self, model: KimiK3ForCausalLM) -> None:
         self.model, self.cache = model, model.make_cache(9)  # ten slots
 
-    def __call__(self, ids_T: Tensor, lengths: list[int], batch: PackedBatch) -> Tensor:
+    def __call__(self, ids_T: Tensor, batch: PackedBatch) -> Tensor:
         embeds = self.model.model.embed_tokens(ids_T)
         running_sum, bank, *_ = self.model.model(embeds, batch, self.cache.pools)
-        return self.model.lm_head(self.model.model.final_hidden(running_sum, bank))
+        hidden = self.model.model.final_hidden(running_sum, bank)
+        return project(hidden, [self.model.lm_head], False, self.model.model.is_batch_invariant)[0]
 
     def batch(self, lengths: list[int], read: list[int], write: list[int], **exports: Tensor) -> PackedBatch:
         """Sequences without a past: row n of the cache's blocks for sequence n."""
@@ -195,12 +197,12 @@ def test_an_exported_state_and_window_are_those_of_a_run_that_ends_there(name: s
     ids = random_ids(model.config, 131)
     run = Run(model)
     at, to = torch.tensor([2, 17, 40, 41, 42, 105, 131, 60]), torch.tensor([3, 4, 5, 6, 7, 8, 9, -1])
-    run(ids, lengths, run.batch(lengths, [-1] * 3, [0, 1, 2], export_at=at, export_slots=to))
+    run(ids, run.batch(lengths, [-1] * 3, [0, 1, 2], export_at=at, export_slots=to))
     tolerance = {"atol": 0, "rtol": 0} if is_invariant else {"atol": 2e-5, "rtol": 1e-4}
     for position, slot in zip(at.tolist(), to.tolist()):
         start = 0 if position <= 40 else 40 if position == 41 else 41
         alone, length = Run(model), position - start
-        alone(ids[start:position], [length], alone.batch([length], [-1], [0]))
+        alone(ids[start:position], alone.batch([length], [-1], [0]))
         if slot >= 0:
             for got, want in zip(run.kda_pools(slot), alone.kda_pools(0), strict=True):
                 torch.testing.assert_close(got, want, **tolerance)
@@ -216,12 +218,12 @@ def test_decode_and_prefill_pieces_run_together_and_export() -> None:
     wanted = [model(ids).logits[0] for ids in (first, second)]
     run = Run(model)
     exports = {"export_at": torch.tensor([70, 80]), "export_slots": torch.tensor([4, 5])}
-    got = run(torch.cat([first[0, :70], second[0, :30]]), [70, 30], run.batch([70, 30], [-1] * 2, [0, 1], **exports))
+    got = run(torch.cat([first[0, :70], second[0, :30]]), run.batch([70, 30], [-1] * 2, [0, 1], **exports))
     assert torch.equal(got, torch.cat([wanted[0][:70], wanted[1][:30]]))
     run.cache.lengths[:2] = [70, 10]  # the second goes on from its tenth token: its latents are written once more
     ids = torch.cat([first[0, 70:], second[0, 10:]])
     exports = {"export_at": torch.tensor([1, 31]), "export_slots": torch.tensor([6, 7])}
-    got = run(ids, [1, 30], run.batch([1, 30], [4, 5], [0, 1], **exports))
+    got = run(ids, run.batch([1, 30], [4, 5], [0, 1], **exports))
     assert torch.equal(got, torch.cat([wanted[0][70:], wanted[1][10:]]))
     for exported, written in ((6, 0), (7, 1)):
         assert all(map(torch.equal, run.kda_pools(exported), run.kda_pools(written)))
@@ -231,10 +233,10 @@ def test_a_decode_step_exports_too() -> None:
     model = load("demo")
     ids = random_ids(model.config, 12)
     run = Run(model)
-    run(ids[:11], [11], run.batch([11], [-1], [0]))
+    run(ids[:11], run.batch([11], [-1], [0]))
     run.cache.lengths[0] = 11
     batch = run.batch([1], [0], [1], export_at=torch.tensor([1]), export_slots=torch.tensor([2]))
-    run(ids[11:], [1], batch._replace(is_decode=True))
+    run(ids[11:], batch._replace(is_decode=True))
     assert all(map(torch.equal, run.kda_pools(1), run.kda_pools(2)))
     assert not any(map(torch.equal, run.kda_pools(1), run.kda_pools(0)))
 

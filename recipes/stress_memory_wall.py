@@ -309,6 +309,10 @@ class Setup:
     bounds: Bounds
     options: dict[str, Any] = field(default_factory=dict)  # of the generator
 
+    @property
+    def vocab_size(self) -> int:
+        return min(self.model.config.text_config.vocab_size, 1000)  # of the demo model: no control tokens
+
     def run(
         self, what: str, sessions: list[Session], scheduler: str, tier: str, load: float, memory: int | str
     ) -> tuple[Row, Driver]:
@@ -319,9 +323,8 @@ class Setup:
             self.model, max_num_seqs=self.max_num_seqs, max_tokens_per_step=self.max_tokens_per_step, memory=memory,
             scheduler=scheduler, tiers=tiers, **self.options,
         )  # fmt: skip
-        vocab_size = min(self.model.config.text_config.vocab_size, 1000)  # of the demo model: no control tokens
         with gen:
-            done = Driver(gen, sessions, clock, vocab_size, self.seed).run()
+            done = Driver(gen, sessions, clock, self.vocab_size, self.seed).run()
             stats, seconds = gen.stats(), clock()
         transfer_s, exposed_s = overlap(tiers[0].reads, done.idle) if tiers else (0.0, 0.0)
         served = [a for a in done.all if a.is_served]
@@ -479,7 +482,9 @@ def calibrate(setup: Setup) -> tuple[float, float]:
     with KimiK3Generator(setup.model, max_num_seqs=8, num_blocks=64, prefix_cache=False) as gen:
         rng = random.Random(0)
         for _ in range(8):
-            gen.add([rng.randrange(1000) for _ in range(64)], SamplingParams(max_new_tokens=16, ignore_eos=True))
+            gen.add(
+                [rng.randrange(setup.vocab_size) for _ in range(64)], SamplingParams(max_new_tokens=16, ignore_eos=True)
+            )
         gen.step()
         gen.step()
         start = clock()
@@ -488,7 +493,7 @@ def calibrate(setup: Setup) -> tuple[float, float]:
         step_s = (clock() - start) / 6
         for rid in range(8):
             gen.abort(rid)
-        gen.add([rng.randrange(1000) for _ in range(512)], SamplingParams(max_new_tokens=1))
+        gen.add([rng.randrange(setup.vocab_size) for _ in range(512)], SamplingParams(max_new_tokens=1))
         start = clock()
         while gen.has_unfinished():
             gen.step()

@@ -286,7 +286,7 @@ def spread_experts(model: nn.Module, mesh: DeviceMesh) -> None:
         experts = layer.experts
         for name, table in contiguous_tables(experts.num_experts, ep.size(), device)._asdict().items():
             experts.register_buffer(name, table, persistent=False)
-        experts.__class__ = _exchanging_class(type(experts))
+        experts.__class__ = _exchanging_class(type(experts))  # type: ignore[arg-type]
 
 
 class InStep:

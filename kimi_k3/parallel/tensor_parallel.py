@@ -192,7 +192,8 @@ def _sharded_class(kind: type, readers: tuple[tuple[str, Callable[[Tensor], Tens
 
 def reads_locally_(module: nn.Module, readers: dict[str, Callable[[Tensor], Tensor]]) -> None:
     """Give a module a class in which `module.weight` is the local part; `_parameters` keeps the DTensor."""
-    module.__class__ = _sharded_class(type(module), tuple(sorted(readers.items(), key=lambda item: item[0])))  # type: ignore[arg-type]
+    ordered = tuple(sorted(readers.items(), key=lambda item: item[0]))
+    module.__class__ = _sharded_class(type(module), ordered)  # type: ignore[arg-type]
 
 
 def _wrap(

@@ -247,6 +247,7 @@ def recompiles(folder, is_parallel: bool) -> list[int]:
     return seen
 
 
+@pytest.mark.slow
 def test_a_new_placement_compiles_nothing(wide_folder):
     ((graphs,),) = run_ranks(1, recompiles, wide_folder, False, timeout=200)
     assert run_ranks(2, recompiles, wide_folder, True, timeout=200) == [[graphs] * 3] * 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -112,3 +114,19 @@ def test_wrong_instruction_sets_are_refused():
         torch.ops.kimi_k3.set_cpu_instructions("sse")
     with pytest.raises(ValueError, match="matvec: want"):
         matvec(torch.randn(2, 3), [torch.randn(4, 5)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_combine_has_the_bits_of_the_whole_op(instructions: str, dtype: torch.dtype):
+    """Rows computed elsewhere, one choice at a time, sum to what the whole op makes of them."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(37, 64, generator=generator).to(dtype)
+    ids = torch.rand(37, 6, generator=generator).argsort(1)[:, :3].contiguous()
+    weights = torch.rand(37, 3, generator=generator)
+    sizes = ((6, 96, 64), (6, 96, 64), (6, 64, 96))
+    packed = [t for size in sizes for t in mxfp4_quantize(torch.randn(size, generator=generator) * 0.2)]
+    run = partial(torch.ops.kimi_k3.mxfp4_experts, x)
+    rest = (*packed, torch.arange(6), 4.0, 25.0)
+    single = [run(ids[:, a : a + 1], torch.ones(37, 1), *rest) for a in range(3)]
+    combined = torch.ops.kimi_k3.mxfp4_combine(torch.stack(single, 1), weights)
+    assert torch.equal(combined, run(ids, weights, *rest))

@@ -70,6 +70,7 @@ def serve(folder, tp: int) -> dict:
     size = dist.get_world_size()
     mesh = make_mesh(tp=tp, ep=size)
     model = load(folder, mesh)
+    model.set_batch_invariant(True)
     experts = {p.placements for name, p in model.named_parameters() if ".experts." in name}
     count_experts(model)
     first = logits_of_mine(model, mesh, list(range(len(LENGTHS))))
@@ -85,6 +86,7 @@ def serve(folder, tp: int) -> dict:
 @pytest.fixture(scope="module")
 def plain(wide_folder) -> dict:
     model, routed = load(wide_folder), []
+    model.set_batch_invariant(True)
     hooks = [layer.gate.register_forward_hook(lambda _, x, out: routed.append(out)) for layer in expert_layers(model)]
     with torch.no_grad():
         logits = [model(ids).logits for ids in sequences()]

@@ -212,6 +212,10 @@ Tensor mxfp4_combine(Tensor outputs, Tensor topk_weights) {
     is_bf16 ? call(Bf16Rows{}) : call(Float32Rows{});
     return out;
   }
+  if (active_isa() == Isa::avx2) {
+    is_bf16 ? call(Avx2Rows<bfloat16>{}) : call(Avx2Rows<float>{});
+    return out;
+  }
 #endif
   is_bf16 ? call(PlainRows<bfloat16>{}) : call(PlainRows<float>{});
   return out;

@@ -40,7 +40,8 @@ def test_the_score_does_not_depend_on_the_ranks(tmp_path):
     one, two = score(1, file), score(2, file)
     assert two["nats"] == one["nats"] and two["ranks"] == 2
     spread = score(2, file, "--ep")
-    assert spread["nats"] == one["nats"] and spread["ep"] == 2
+    # Other shapes of products; bit for bit only in batch-invariant mode (test_expert_parallel.py).
+    assert spread["nats"] == pytest.approx(one["nats"], rel=1e-6) and spread["ep"] == 2
     assert one["bytes"] == len(file.read_bytes()) and one["tokens"] > 50
     assert score(2, file, "--tp", "2")["nats"] == pytest.approx(one["nats"], rel=1e-6)
 

@@ -143,11 +143,11 @@ class TierStore:
         if match.position >= position:  # another request brought it back meanwhile
             self.cancel(request)
             return
-        held = [node.block for node in match.path][:first]
-        if len(held) < first:  # what lay on the device has been evicted since: look again
+        if match.position < first * self.block_size:  # what lay on the device has been evicted since: look again
             self.cancel(request)
             request.reuse_version = -1
             return
+        held = [node.block for node in match.path[:first]]  # whole ones: none may go on otherwise than the request
         for block in held:
             self.pool.share_block(block)
         slot = new_slot()

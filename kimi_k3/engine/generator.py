@@ -21,9 +21,9 @@ from kimi_k3.engine.expert_counts import ExpertCounts
 from kimi_k3.engine.metrics import expert_metrics, exposition, metrics_of
 from kimi_k3.engine.prefix_index import chain
 from kimi_k3.engine.request import GenerationResult, Request, RequestOutput, TokenLogprobs
-from kimi_k3.engine.residency import Residency
+from kimi_k3.engine.residency import REFRESH_STEPS, Residency
 from kimi_k3.engine.runner import Piece, Runner
-from kimi_k3.engine.scheduler import SCHEDULERS, Candidate, Resources
+from kimi_k3.engine.scheduler import DEFAULT_POLICY, SCHEDULERS, Candidate, Resources
 from kimi_k3.engine.tier_format import LossyCodec
 from kimi_k3.generation import StopText, end_ids
 from kimi_k3.sampling import SamplingParams, fresh_seed, penalize, sample
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from kimi_k3.modeling_kimi_k3 import KimiK3ForCausalLM
     from kimi_k3.tokenization_kimi_k3 import KimiK3Tokenizer
 
+LOOK_PAST = 64  # requests in line beyond the free seats that a step considers
+LOOK_UP_FIRST = 8  # so many in line are looked up in the cache in every step in which it has changed
 MAX_LEADERS = 2  # a request waits for so many others' prefills, then computes its prefix itself
 
 
@@ -201,10 +203,16 @@ class KimiK3Generator:
     def _run_scheduled(self) -> list[RequestOutput]:
         if self.tiers is not None:
             self.tiers.poll(self._requests.values())
-        self._find_dependencies()
-        schedule_started = time.perf_counter()
-        plan = self._schedule([self._candidate(r) for r in self._requests.values()], self._resources())
-        self.counts["schedule_us"] += int(1e6 * (time.perf_counter() - schedule_started))
+        decision_started = time.perf_counter()
+        running = [r for r in self._requests.values() if r.slot >= 0]
+        waiting = self._next_in_line(running)
+        if self.prefix_cache:
+            self._find_dependencies(running, waiting)
+        candidates = [self._running_candidate(r) for r in running]
+        candidates += [self._waiting_candidate(r, place) for place, r in enumerate(waiting)]
+        plan = self._schedule(candidates, self._resources(running))
+        self.counts["schedule_us"] += int(1e6 * (time.perf_counter() - decision_started))
+        self.counts["held_line"] += len(self._requests) - len(candidates)
         for reason in plan.reasons.values():
             self.counts[f"held_{reason}"] += 1
         for rid, how in plan.preempt:
@@ -229,57 +237,78 @@ class KimiK3Generator:
                 piece.request.hidden = None
         return outputs
 
-    def _candidate(self, request: Request) -> Candidate:
-        if not request.is_running:
-            self.memory.look_up(request, self.num_steps)
-        last_saved = max((s.position for s in request.saved), default=0)
+    def _next_in_line(self, running: list[Request]) -> list[Request]:
+        """Those who wait and can be of interest now: as many as there are seats, and some more for those held back."""
+        waiting = [r for r in self._requests.values() if r.slot < 0]
+        most = max(0, self.max_num_seqs - len(running)) + LOOK_PAST
+        if len(waiting) > most:
+            waiting.sort(key=lambda r: r.rid - DEFAULT_POLICY.priority_worth * r.priority)
+            del waiting[most:]
+        return waiting
+
+    def _running_candidate(self, request: Request) -> Candidate:
+        done, total, prompt = request.done, len(request.tokens), len(request.prompt)
+        last_saved = request.saved[-1].position if request.saved else 0
         return Candidate(
-            rid=request.rid, arrival=request.rid, priority=request.priority, is_running=request.is_running,
-            done=request.done, total=len(request.tokens), is_decoding=request.is_running and request.is_decoding,
-            blocks_held=len(request.table) if request.is_running else request.reuse_shared,
-            blocks_freed=self.memory.unshared_blocks(request),
-            reuse=0 if request.is_running else request.expected_reuse, waits_for=request.waits_for, fetch=request.fetch_state,
-            fetch_bytes=request.fetch_bytes,
-            remaining_new=request.params.max_new_tokens - (len(request.tokens) - len(request.prompt)),
-            replay_if_dropped=max(0, request.done - max(last_saved, request.reuse)),
-            idle_steps=self.num_steps - request.last_step, ran_steps=self.num_steps - request.admitted_step,
+            request.rid, request.rid, request.priority, True, done, total, done >= prompt and total - done <= 1,
+            len(request.table), self.memory.unshared_blocks(request), 0, None, "none", 0,
+            request.params.max_new_tokens - total + prompt, max(0, done - max(last_saved, request.reuse)),
+            self.num_steps - request.last_step, (), self.num_steps - request.admitted_step,
         )  # fmt: skip
 
-    def _resources(self) -> Resources:
+    def _waiting_candidate(self, request: Request, place: int) -> Candidate:
+        """place: in line. What the cache holds for those far behind is looked up now and then."""
+        if place < LOOK_UP_FIRST or request.reuse_version < 0 or (self.num_steps + place) % REFRESH_STEPS == 0:
+            self.memory.look_up(request, self.num_steps)
+        total, prompt = len(request.tokens), len(request.prompt)
+        return Candidate(
+            request.rid, request.rid, request.priority, False, 0, total, False, request.reuse_shared, 0,
+            request.expected_reuse, request.waits_for, request.fetch_state, request.fetch_bytes,
+            request.params.max_new_tokens - total + prompt, 0, self.num_steps - request.last_step,
+        )  # fmt: skip
+
+    def _resources(self, running: list[Request]) -> Resources:
         layout = self.pools.layout
         return Resources(
-            room_blocks=self.memory.room_blocks(self._requests.values()), slot_blocks=layout.blocks_per_page,
+            room_blocks=self.memory.room_blocks(running), slot_blocks=layout.blocks_per_page,
             total_blocks=self.pool.total_blocks, block_size=self.block_size, max_num_seqs=self.max_num_seqs,
             max_tokens_per_step=self.max_tokens_per_step, can_park=True, bytes_per_block=layout.block_bytes,
         )  # fmt: skip
 
-    def _find_dependencies(self) -> None:
-        """Of several requests with one beginning, one computes it; the others wait for that one."""
-        if not self.prefix_cache:
-            return
-        leaders = [r for r in self._requests.values() if r.is_running and not r.has_prefilled]
-        waiting = [r for r in self._requests.values() if not r.is_running]
-        for request in sorted(waiting, key=lambda r: (-r.priority, r.rid)):
-            request.waits_for = next(
-                (leader.rid for leader in leaders if self._is_worth_waiting(request, leader)), None
-            )
-            if request.waits_for is None:
-                leaders.append(request)
-            else:
-                request.waited_for.add(request.waits_for)
+    def _find_dependencies(self, running: list[Request], waiting: list[Request]) -> None:
+        """Of several requests with one beginning, one computes it; the others wait for that one.
 
-    def _is_worth_waiting(self, request: Request, leader: Request) -> bool:
-        if request.root != leader.root or request.has_prefilled:
-            return False
-        if leader.rid not in request.waited_for and len(request.waited_for) >= MAX_LEADERS:
-            return False
-        shared = _common_blocks(request.chain, leader.chain) * self.block_size
-        return shared >= request.reuse + self.block_size
+        Digests are chained, so equal ones at a block mean equal tokens up to its end. A request compares the first block
+        beyond what it would reuse.
+        """
+        wanted = {r.rid: -(-r.reuse // self.block_size) for r in waiting if not r.has_prefilled}
+        blocks = set(wanted.values())
+        computes: dict[bytes, int] = {}  # a beginning -> who computes it, or will
+
+        def lead(leader: Request) -> None:
+            digests = leader.chain
+            for block in blocks:
+                if block < len(digests):
+                    computes.setdefault(digests[block], leader.rid)
+
+        for request in running:
+            if not request.has_prefilled:
+                lead(request)
+        for request in sorted(waiting, key=lambda r: (-r.priority, r.rid)):
+            block, waited_for = wanted.get(request.rid, len(request.chain)), request.waited_for
+            leader = computes.get(request.chain[block]) if block < len(request.chain) else None
+            if leader is not None and leader not in waited_for and len(waited_for) >= MAX_LEADERS:
+                leader = None
+            request.waits_for = leader
+            if leader is None:
+                lead(request)
+            else:
+                waited_for.add(leader)
 
     def _prepare(self, request: Request, count: int) -> Piece | None:
         """The next piece of a request that was chosen to run, with its memory; None where that is short after all."""
         is_new = not request.is_running
-        followers = [r for r in self._requests.values() if r.waits_for == request.rid]
+        followers = [r for r in self._requests.values() if r.waits_for == request.rid] if is_new else []
         piece = self.memory.prepare(request, count, followers)
         if piece is not None:
             request.last_step = self.num_steps
@@ -606,18 +635,6 @@ class KimiK3Generator:
         digest.update(pixel_values.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
         grown = given[token_index].tolist()
         return grown, embeds, {places[b - 1] for b in boundaries}, extra_key + digest.digest()
-
-
-def _common_blocks(a: Sequence[bytes], b: Sequence[bytes]) -> int:
-    """Whole blocks that two prompts share: their digests agree up to a point and never after it."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[middle - 1] == b[middle - 1]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def _logprobs(logits_V: Tensor, token: int, count: int) -> TokenLogprobs:

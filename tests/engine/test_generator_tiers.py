@@ -105,6 +105,31 @@ def test_a_damaged_entry_is_a_counted_miss_and_a_recompute(demo, tmp_path, damag
         assert ask(gen, demo, [*prompt, 9, 9]) <= 2
 
 
+def test_what_was_fetched_never_stands_on_another_prompts_block(demo):
+    """Between the read and its use the hit got shorter, and now ends inside a block that goes on otherwise."""
+    prompt = prompt_of(300, 1)
+    other = prompt[:100] + prompt_of(60, 2)
+    options = {**SMALL, "num_blocks": 60}
+    with KimiK3Generator(demo, tiers=(HostTier(1 << 28),), **options) as gen:
+        ask(gen, demo, prompt)
+        gen.index.clear()
+        gen.tiers.stack.flush()
+        gen.generate([other], SamplingParams(max_new_tokens=1), snapshot_at=[100])
+        gen.generate([prompt[:128]], SamplingParams(max_new_tokens=1))
+        recorder = Recorder()
+        params = SamplingParams(max_new_tokens=3, logits_processor=recorder)
+        rid = gen.add([*prompt, 5], params)
+        gen.step()
+        request = gen._requests[rid]
+        assert (request.fetch_state, request.fetch_first) == ("pending", 2)
+        for entry in [e for e in gen.index.entries() if e.node.key == request.chain[1]]:
+            gen.index.drop(entry.snapshot)
+        assert gen.index.match(request.root, request.tokens).position == 100
+        while gen.has_unfinished():
+            gen.step()
+        assert_equals_solo(demo, [*prompt, 5], gen.result(rid), recorder.rows, params)
+
+
 class SlowTier(HostTier):
     """A host tier whose reads take 50 ms each, as a far disk's do."""
 

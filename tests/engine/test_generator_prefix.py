@@ -29,10 +29,10 @@ def gen(demo):
         yield generator
 
 
-def test_a_branch_at_any_token_runs_its_new_tokens_and_at_most_63_more(demo, gen):
+def branch_at(demo, gen, cuts):
     trunk = prompt_of(800)
     ask(gen, trunk)
-    for place, cut in enumerate([*range(5, 800, 61), 63, 64, 65, 127, 128, 400, 799]):
+    for place, cut in enumerate(cuts):
         branch = trunk[:cut] + prompt_of(7, seed=place + 1)
         result, evaluated, recorder, params = ask(gen, branch)
         assert evaluated <= 7 + 63
@@ -44,6 +44,17 @@ def test_a_branch_at_any_token_runs_its_new_tokens_and_at_most_63_more(demo, gen
         assert evaluated <= 5 + (1 if cut % 64 else 0) * 63
         _, evaluated, _, _ = ask(gen, [*branch, 7, 8, 9])
         assert evaluated <= 3
+
+
+def test_a_branch_at_any_token_runs_its_new_tokens_and_at_most_63_more(demo, gen):
+    branch_at(demo, gen, [*range(5, 800, 61), 63, 64, 65, 127, 128, 400, 799])
+
+
+@pytest.mark.slow
+def test_a_branch_at_every_token_runs_its_new_tokens_and_at_most_63_more(demo):
+    with KimiK3Generator(demo, max_num_seqs=8, num_blocks=60_000, batch_invariant=True) as gen:
+        branch_at(demo, gen, range(1, 800))
+        assert gen.stats()["evictions"] == 0  # the room that the promise asks for
 
 
 def test_whole_blocks_extended_by_one_token_are_reused(gen):
@@ -79,7 +90,7 @@ def test_a_chat_of_three_turns_runs_each_turn_once(demo, tokenizer):
 
 
 def test_many_requests_with_one_prefix_compute_it_once(demo):
-    shared = prompt_of(500)
+    shared = prompt_of(512)
     with KimiK3Generator(demo, max_num_seqs=64, num_blocks=3000, batch_invariant=True) as gen:
         recorders = [Recorder() for _ in range(64)]
         prompts = [shared + prompt_of(1 + i % 5, seed=i) for i in range(64)]

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import random
 import threading
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from conftest import Recorder, assert_equals_solo
 
 from kimi_k3 import KimiK3Generator, SamplingParams
+from kimi_k3.engine.generator import LOOK_PAST
 from kimi_k3.generation import generate, stream_generate
 
 
@@ -269,6 +271,52 @@ def test_preemption_at_every_step_changes_nothing(demo, how):
                 assert gen.pool.num_slots == gen.index.num_snapshots
             finish(gen)
             assert_equals_solo(demo, prompt, gen.result(rid), recorder.rows, params)
+
+
+def test_a_decision_over_a_long_queue_looks_at_those_next_in_line(demo):
+    """However many wait: at most the free seats and LOOK_PAST more; the urgent come in, and all are served at last."""
+    seen = []
+    with KimiK3Generator(demo, max_num_seqs=4, num_blocks=20) as gen:
+        schedule = gen._schedule
+        gen._schedule = lambda candidates, resources: seen.append(candidates) or schedule(candidates, resources)
+        rids = [gen.add([i % 900 + 1, 7, i // 900], SamplingParams(max_new_tokens=1)) for i in range(300)]
+        late = gen.add([5, 6], SamplingParams(max_new_tokens=1), priority=9)
+        gen.step()
+        assert len(seen[0]) == 4 + LOOK_PAST and late in {c.rid for c in seen[0]}
+        assert gen.counts["held_line"] == 301 - len(seen[0]) and late not in gen._requests
+        finish(gen)
+        assert {gen.result(rid).finish_reason for rid in rids} == {"length"}
+        assert max(map(len, seen)) <= 4 + LOOK_PAST
+
+
+def test_who_waits_for_whom_equals_a_search_through_the_prompts(demo):
+    """Of those before it that run or will, the first that computes a block beyond what a request would reuse."""
+    rng = random.Random(4)
+    for _ in range(20):
+        with KimiK3Generator(demo, max_num_seqs=3, num_blocks=60, max_tokens_per_step=64) as gen:
+            prompts = []
+            for _ in range(10):
+                start = rng.choice(prompts)[: rng.randrange(1, 260)] if prompts else []
+                prompts.append((start + [rng.randrange(3) for _ in range(rng.randrange(1, 200))])[:260])
+                gen.add(prompts[-1], SamplingParams(max_new_tokens=20), priority=rng.choice([0, 0, 1]))
+            for _ in range(rng.randrange(6)):
+                gen.step()
+            live = list(gen._requests.values())
+            for request in live:
+                request.waited_for.clear()
+                if not request.is_running:
+                    gen.memory.look_up(request, 0)
+            gen._find_dependencies([r for r in live if r.is_running], [r for r in live if not r.is_running])
+            leaders = [r for r in live if r.is_running and not r.has_prefilled]
+            for request in sorted((r for r in live if not r.is_running), key=lambda r: (-r.priority, r.rid)):
+                known = -(-request.reuse // 64) * 64 + 64
+                found = [
+                    leader.rid for leader in leaders
+                    if known <= min(len(request.prompt), len(leader.prompt)) and not request.has_prefilled
+                    and request.prompt[:known] == leader.prompt[:known]
+                ]  # fmt: skip
+                assert request.waits_for == (found[0] if found else None)
+                leaders += [] if found else [request]
 
 
 @pytest.mark.slow

@@ -1,6 +1,8 @@
 """The prefix index against a list of what was published, and its policy at K3's sizes, on numbers alone."""
 
 import random
+import re
+from pathlib import Path
 
 import pytest
 
@@ -131,25 +133,47 @@ def test_evicted_entries_are_handed_out_while_their_memory_is_theirs():
     assert seen == [(6, [1, 1])]
 
 
-K3_SLOT, K3_TOKEN = 434_110_464, 27_648  # bytes: 69 KDA layers' states and windows; 24 MLA layers' latents
+K3_SLOT, K3_TOKEN = 434_110_464, 27_648  # bytes: the states of 69 KDA layers; a token's latents in 24 MLA layers
+README = Path(__file__).parents[2] / "README.md"
+
+
+def keep_under_pressure(tokens):
+    """Positions whose states stay when a prompt's snapshots must weigh no more than its latents, or be one alone."""
+    pool, index = make_index(pages=40_000, per_page=246, block=64, slot_bytes=K3_SLOT, block_bytes=64 * K3_TOKEN)
+    grid = 64 if tokens < 65_536 else 1024 if tokens < 524_288 else 4096
+    prompt, places = list(range(tokens)), sorted({*range(grid, tokens + 1, grid), tokens})
+    publish(index, pool, prompt, places, ends=[tokens], hidden=[tokens])
+    while index.num_snapshots * K3_SLOT > max(K3_SLOT, tokens * K3_TOKEN):
+        assert index.evict()
+    assert index.match(b"r", [*prompt, -1]).position == tokens  # the next turn replays nothing
+    return sorted(s.position for s in index._snapshots)
 
 
 @pytest.mark.parametrize(
-    ("tokens", "snapshots", "worst_replay"), [(131_072, 8, 16_384), (1_048_576, 66, 16_384), (12_000, 1, 12_000)]
+    ("tokens", "snapshots", "worst_replay"),
+    [(12_000, 1, 12_000), (15_701, 1, 15_701), (131_072, 8, 16_384), (130_300, 8, 16_384), (1_048_576, 66, 16_384)],
 )
 def test_under_pressure_snapshots_weigh_no_more_than_latents_at_k3_sizes(tokens, snapshots, worst_replay):
     """And the end of the last message is kept: its next turn replays nothing."""
-    pool, index = make_index(pages=40_000, per_page=246, block=64, slot_bytes=K3_SLOT, block_bytes=64 * K3_TOKEN)
-    prompt = list(range(tokens))
-    grid = max(1024, tokens // 256)
-    places = sorted({*range(grid, tokens + 1, grid), tokens})
-    publish(index, pool, prompt, places, ends=[tokens], hidden=[tokens])
-    while index.num_snapshots * K3_SLOT > max(K3_SLOT, tokens * K3_TOKEN):
-        index.evict()
-    kept = sorted(s.position for s in index._snapshots)
-    assert len(kept) <= snapshots and kept[-1] == tokens
+    kept = keep_under_pressure(tokens)
+    assert len(kept) == snapshots and kept[-1] == tokens
     assert max(b - a for a, b in zip([0, *kept], kept)) <= worst_replay
-    assert index.match(b"r", [*prompt, -1]).position == tokens
+
+
+def test_the_table_of_the_readme_is_what_the_policy_does():
+    """| tokens | latents | states kept | between two states | run again at most | at the end of the last message |"""
+    found = {}
+    for line in README.read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 6 and re.fullmatch(r"[\d,]+", cells[0]) and cells[1].endswith("GB"):
+            found[int(cells[0].replace(",", ""))] = cells
+    assert set(found) == {131_072, 1_048_576}
+    for tokens, (_, latents, states, between, replay, end) in found.items():
+        kept = keep_under_pressure(tokens)
+        widest = max(b - a for a, b in zip([0, *kept], kept))
+        assert latents == f"{tokens * K3_TOKEN / 1e9:.2g} GB" and states == str(len(kept))
+        assert between == replay == f"{widest:,}" and end == "0"
+    assert "| below 15,700 | under 434 MB | 1 |" in README.read_text() and K3_SLOT // K3_TOKEN == 15_701
 
 
 def test_the_grid_is_chosen_to_fit():

@@ -150,6 +150,8 @@ class Asked:
     prompt: list[int]
     wanted: int  # tokens
     at: float
+    step: int  # the generator's when it was asked, then when it last gained a token
+    longest_wait_steps: int = 0
     tokens: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     finish_reason: str | None = None
@@ -188,9 +190,11 @@ class Row:
     gap_p95_ms: float
     gap_p99_ms: float
     longest_wait_s: float
+    longest_wait_steps: int
     goodput_tokens_per_s: float  # within the bounds of --first-token-s and --gap-ms
     within: int  # requests within both bounds
     decision_share: float  # of the steps' time
+    decision_us: float
     computed_tokens: int
     replayed_tokens: int
     preemptions: int
@@ -257,13 +261,15 @@ class Driver:
         prompt = self.histories[number] + self._ids(f"{number} {turn}", wanted.user)
         ends = self.message_ends[number] = [*self.message_ends[number], len(self.histories[number])]
         rid = self.gen.add(prompt, SamplingParams(max_new_tokens=wanted.reply, ignore_eos=True), snapshot_at=ends)
-        self.live[rid] = Asked(number, turn, prompt, wanted.reply, self.clock())
+        self.live[rid] = Asked(number, turn, prompt, wanted.reply, self.clock(), self.gen.num_steps)
         self.all.append(self.live[rid])
 
     def _hear(self, output: Any, now: float) -> None:
         asked = self.live[output.rid]
         asked.tokens += output.token_ids
         asked.times += [now] * len(output.token_ids)
+        asked.longest_wait_steps = max(asked.longest_wait_steps, self.gen.num_steps - asked.step)
+        asked.step = self.gen.num_steps
         if output.finish_reason is not None:
             asked.finish_reason = output.finish_reason
             del self.live[output.rid]
@@ -337,8 +343,8 @@ class Setup:
         row = Row(
             what, scheduler, tier, load, len(sessions), len(done.all), len(done.all) - len(served), tokens, seconds,
             tokens / seconds, *(percentile(first, q) for q in (50, 95, 99)), *(percentile(gaps, q) for q in (50, 95, 99)),
-            max(first + [gap / 1e3 for gap in gaps]), sum(len(a.tokens) for a in within) / seconds, len(within),
-            stats.get("schedule_us", 0) / 1e6 / stats["step_seconds"], stats["prefill_tokens"],
+            max(first + [gap / 1e3 for gap in gaps]), max(a.longest_wait_steps for a in done.all), sum(len(a.tokens) for a in within) / seconds, len(within),
+            stats["schedule_us"] / 1e6 / stats["step_seconds"], stats["schedule_us"] / stats["steps"], stats["prefill_tokens"],
             stats.get("replayed_tokens", 0), sum(stats.get(f"preemptions_{how}", 0) for how in ("park", "drop")),
             stats["evictions"], stats.get("tiers", {}).get("fetches", 0), transfer_s, exposed_s, stats["bytes_total"],
             resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
@@ -352,7 +358,7 @@ class Setup:
 COLUMNS = (
     "what", "scheduler", "tier", "load", "users", "requests", "lost", "tokens_per_s", "first_token_p50_s",
     "first_token_p95_s", "gap_p50_ms", "gap_p95_ms", "gap_p99_ms", "goodput_tokens_per_s", "longest_wait_s",
-    "decision_share", "computed_tokens", "preemptions", "fetches", "transfer_s", "exposed_s",
+    "longest_wait_steps", "decision_share", "decision_us", "computed_tokens", "preemptions", "fetches", "transfer_s", "exposed_s",
 )  # fmt: skip
 
 
@@ -532,15 +538,14 @@ def compare(setup: Setup, args: argparse.Namespace) -> list[Row]:
         ]
         rows += pair
         fcfs, ours = pair
-        gap, goodput = (
-            ours.gap_p95_ms / fcfs.gap_p95_ms,
-            ours.goodput_tokens_per_s / (fcfs.goodput_tokens_per_s or 1e-9),
-        )
+        gap = ours.gap_p95_ms / fcfs.gap_p95_ms - 1
+        goodput = ours.goodput_tokens_per_s / fcfs.goodput_tokens_per_s - 1 if fcfs.goodput_tokens_per_s else math.inf
         print(
             f"{name} at {load:.2f} x: p95 between tokens {ours.gap_p95_ms:.0f} ms against {fcfs.gap_p95_ms:.0f} "
-            f"({gap - 1:+.0%}), goodput {ours.goodput_tokens_per_s:.1f} against {fcfs.goodput_tokens_per_s:.1f} tokens/s "
-            f"({goodput - 1:+.0%}), decisions {ours.decision_share:.2%} of the steps, longest wait "
-            f"{ours.longest_wait_s:.1f} s against {fcfs.longest_wait_s:.1f}"
+            f"({gap:+.0%}), goodput {ours.goodput_tokens_per_s:.1f} against {fcfs.goodput_tokens_per_s:.1f} tokens/s "
+            f"({goodput:+.0%}), all {ours.tokens_per_s:.0f} against {fcfs.tokens_per_s:.0f} tokens/s; decisions "
+            f"{ours.decision_us:.0f} us, {ours.decision_share:.2%} of the steps; longest wait {ours.longest_wait_s:.2f} s, "
+            f"{ours.longest_wait_steps} steps, against {fcfs.longest_wait_s:.2f} s, {fcfs.longest_wait_steps} steps"
         )
     return rows
 

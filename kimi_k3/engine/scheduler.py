@@ -79,8 +79,8 @@ class Policy(NamedTuple):
     its first `quantum` steps to a request of higher priority.
     """
 
-    prefill_share: float = 0.25  # of max_tokens_per_step: the most prefill beside tokens that others wait for
-    spread: int = 16  # steps over which the prefill at hand is spread while others decode
+    prefill_share: float = 0.25  # of max_tokens_per_step: the most prefill beside as many or more who decode
+    spread: int = 16  # steps over which the prefill at hand is spread beside many who decode
     horizon: int = 64  # tokens that each request is expected to grow by; admission leaves room for them
     priority_worth: int = 64  # one level of priority: as if it had arrived this many requests earlier
     length_worth: int = 4  # each doubling of the prefill beyond one block: this many requests later
@@ -339,16 +339,20 @@ def schedule_dependency_aware(
     if not work:
         return step.close(_busiest(loads))
 
-    # 5. Prefill and admission. Beside tokens that others wait for, the prefill at hand is spread over some steps.
-    allowance, at_hand, free = step.tokens, 0, spare
+    # 5. Prefill and admission. Beside tokens that others wait for, the prefill at hand is spread over some steps, fewer
+    # and larger ones the more wait for prefill against those who decode.
+    allowance, at_hand, num_waiting, free = step.tokens, 0, 0, spare
     for candidate in work if step.rows else ():
         free -= 0 if candidate.is_running else expected(candidate)
         if free < 0 and not candidate.is_running:
             break
         at_hand += candidate.total - (candidate.done or candidate.reuse)
+        num_waiting += 1
     if step.rows:
-        most = int(policy.prefill_share * resources.max_tokens_per_step)
-        allowance = min(step.tokens, max(block, min(most, -(-at_hand // policy.spread))))
+        rows = len(step.rows)
+        most = int(policy.prefill_share * resources.max_tokens_per_step) * max(num_waiting, rows) // rows
+        spread = at_hand * (num_waiting + rows) // (policy.spread * rows)
+        allowance = min(step.tokens, max(block, min(most, spread)))
     live = {c.rid for c in running}
     for candidate in work:
         rid, left = candidate.rid, candidate.total - (candidate.done or candidate.reuse)

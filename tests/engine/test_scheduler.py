@@ -345,15 +345,19 @@ def test_a_prompt_that_is_known_whole_runs_with_no_token():
 
 
 def test_prefill_is_spread_while_others_decode():
-    prompt = a_candidate(1, total=5000)
-    alone = schedule_dependency_aware([prompt], the_resources(max_tokens_per_step=2048))
-    beside = schedule_dependency_aware([decoding(0, 100), prompt], the_resources(max_tokens_per_step=2048))
-    short = schedule_dependency_aware(
-        [decoding(0, 100), prompt._replace(total=700)], the_resources(max_tokens_per_step=2048)
-    )
-    assert alone.run == [(1, 2048)]
-    assert beside.run == [(0, 1), (1, 5000 // 16 // BLOCK * BLOCK)] and short.run == [(0, 1), (1, BLOCK)]
-    assert schedule_fcfs([decoding(0, 100), prompt], the_resources(max_tokens_per_step=2048)).run == [(0, 1), (1, 1984)]
+    """Over 16 steps beside many, less far the more wait for it: by how many wait for each that decodes."""
+    resources = the_resources(max_tokens_per_step=2048, max_num_seqs=99, room_blocks=900, total_blocks=999)
+
+    def pieces(prompts, decoders, schedule=schedule_dependency_aware):
+        cases = [decoding(rid, 100) for rid in range(decoders)]
+        cases += [a_candidate(100 + i, total=total) for i, total in enumerate(prompts)]
+        return [tokens for rid, tokens in schedule(cases, resources).run if rid >= 100]
+
+    assert pieces([5000], 0) == [2048]
+    assert pieces([5000], 16) == [5000 * 17 // (16 * 16) // BLOCK * BLOCK] and pieces([700], 16) == [BLOCK]
+    assert pieces([5000], 1) == [2048 // 4] and pieces([700], 1) == [BLOCK]
+    assert pieces([600] * 8, 2) == [600, 600, 256]  # 4,800 tokens, four wait for each that decodes: 1,500 a step
+    assert pieces([5000], 1, schedule_fcfs) == [1984]
 
 
 def test_admission_leaves_room_for_growth():

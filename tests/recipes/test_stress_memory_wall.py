@@ -94,6 +94,7 @@ def test_both_schedulers_meet_the_same_arrivals(folder, tmp_path, capsys):
         enough, *pair = [row for row in rows if row.what.startswith(name)]
         assert len({row.tokens for row in (enough, *pair)}) == 1 and enough.preemptions == 0
         assert pair[0].memory_bytes == pair[1].memory_bytes < enough.memory_bytes
+        assert all(0 < row.decision_us < 1e4 and 0 < row.longest_wait_steps < 1000 for row in (enough, *pair))
     assert capsys.readouterr().out.count("p95 between tokens") == 1 + 2
     assert (tmp_path / "compare_schedulers.csv").exists()
 

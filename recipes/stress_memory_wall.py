@@ -343,7 +343,8 @@ class Setup:
         row = Row(
             what, scheduler, tier, load, len(sessions), len(done.all), len(done.all) - len(served), tokens, seconds,
             tokens / seconds, *(percentile(first, q) for q in (50, 95, 99)), *(percentile(gaps, q) for q in (50, 95, 99)),
-            max(first + [gap / 1e3 for gap in gaps]), max(a.longest_wait_steps for a in done.all), sum(len(a.tokens) for a in within) / seconds, len(within),
+            max(first + [gap / 1e3 for gap in gaps]), max(a.longest_wait_steps for a in done.all),
+            sum(len(a.tokens) for a in within) / seconds, len(within),
             stats["schedule_us"] / 1e6 / stats["step_seconds"], stats["schedule_us"] / stats["steps"], stats["prefill_tokens"],
             stats.get("replayed_tokens", 0), sum(stats.get(f"preemptions_{how}", 0) for how in ("park", "drop")),
             stats["evictions"], stats.get("tiers", {}).get("fetches", 0), transfer_s, exposed_s, stats["bytes_total"],
@@ -358,7 +359,8 @@ class Setup:
 COLUMNS = (
     "what", "scheduler", "tier", "load", "users", "requests", "lost", "tokens_per_s", "first_token_p50_s",
     "first_token_p95_s", "gap_p50_ms", "gap_p95_ms", "gap_p99_ms", "goodput_tokens_per_s", "longest_wait_s",
-    "longest_wait_steps", "decision_share", "decision_us", "computed_tokens", "preemptions", "fetches", "transfer_s", "exposed_s",
+    "longest_wait_steps", "decision_share", "decision_us", "computed_tokens", "preemptions", "fetches",
+    "transfer_s", "exposed_s",
 )  # fmt: skip
 
 

@@ -485,27 +485,23 @@ def plot(rows: list[Row], path: Path) -> None:
 
 
 def calibrate(setup: Setup) -> tuple[float, float]:
-    """Seconds of a prefill token and of a decode step of 8 rows, in the clock's seconds."""
-    clock = Clock(setup.clock)
+    """Seconds of a prefill token and of a decode step of 8 rows, in the clock's seconds; medians, after a warm-up."""
+    clock, rng = Clock(setup.clock), random.Random(0)
+
+    def prompt(tokens: int) -> list[int]:
+        return [rng.randrange(setup.vocab_size) for _ in range(tokens)]
+
+    def timed(run: Callable[[], object]) -> float:
+        start = clock()
+        run()
+        return clock() - start
+
     with KimiK3Generator(setup.model, max_num_seqs=8, num_blocks=64, prefix_cache=False) as gen:
-        rng = random.Random(0)
+        alone = [timed(lambda: gen.generate([prompt(512)], SamplingParams(max_new_tokens=1))) for _ in range(4)]
         for _ in range(8):
-            gen.add(
-                [rng.randrange(setup.vocab_size) for _ in range(64)], SamplingParams(max_new_tokens=16, ignore_eos=True)
-            )
-        gen.step()
-        gen.step()
-        start = clock()
-        for _ in range(6):
-            gen.step()
-        step_s = (clock() - start) / 6
-        for rid in range(8):
-            gen.abort(rid)
-        gen.add([rng.randrange(setup.vocab_size) for _ in range(512)], SamplingParams(max_new_tokens=1))
-        start = clock()
-        while gen.has_unfinished():
-            gen.step()
-        return (clock() - start) / 512, step_s
+            gen.add(prompt(64), SamplingParams(max_new_tokens=16, ignore_eos=True))
+        steps = [timed(gen.step) for _ in range(15)]
+    return sorted(alone[1:])[1] / 512, sorted(steps[3:])[6]
 
 
 def compare(setup: Setup, args: argparse.Namespace) -> list[Row]:

@@ -135,7 +135,7 @@ class PrefixIndex:
         node, matched = self._roots.get(root), 0
         best: Snapshot | None = None
         while node is not None and matched < len(tokens):
-            chunk = tokens[matched : matched + self.block_size]
+            chunk = tuple(tokens[matched : matched + self.block_size])
             following, longest = None, 0
             # Siblings may begin alike: a state inside the common part of any of them serves.
             for child in node.children.get(chunk[0], ()):
@@ -320,6 +320,8 @@ class PrefixIndex:
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
     """Length of the common beginning."""
+    if a == b:  # most often
+        return len(a)
     for index, (x, y) in enumerate(zip(a, b)):
         if x != y:
             return index

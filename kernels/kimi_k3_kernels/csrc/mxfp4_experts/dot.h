@@ -23,6 +23,27 @@ struct PackedMatrix {
   const uint8_t* scale_row(int64_t n) const { return scales + n * (in / kGroup); }
 };
 
+// The rows that a thread reads after these of a block, asked for ahead by as many rows: a block lasts longer than memory
+// takes to answer, and blocks of two matrices take turns, which a processor's own prefetcher does not follow.
+struct Ahead {
+  Ahead(const PackedMatrix& next, int64_t first) : codes(next.code_row(first)), scales(next.scale_row(first)) {}
+  Ahead from(int64_t n, const PackedMatrix& w) const {
+    Ahead later = *this;
+    later.codes += n * (w.in / 2), later.scales += n * (w.in / kGroup);
+    return later;
+  }
+  const uint8_t *codes, *scales;
+};
+
+#if KIMI_K3_X86
+inline __attribute__((always_inline)) void prefetch(const uint8_t* p) {
+  _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0);
+}
+inline void prefetch_scales(const Ahead& ahead, const PackedMatrix& w, int64_t count) {
+  for (int64_t byte = 0; byte < count * (w.in / kGroup); byte += 64) prefetch(ahead.scales + byte);
+}
+#endif
+
 constexpr float kE2M1[16] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f,
                              -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
 
@@ -55,7 +76,8 @@ struct PlainRows {
     for (int64_t i = 0; i < count; ++i) sum[i] += weight * load(row + i);
   }
 
-  static void rows(const PackedMatrix& w, int64_t first, int64_t count, const float* const* x, int64_t m_count, float* out) {
+  static void rows(const PackedMatrix& w, int64_t first, int64_t count, const Ahead&, const float* const* x, int64_t m_count,
+                   float* out) {
     std::vector<float> decoded(w.in);
     for (int64_t n = 0; n < count; ++n) {
       const uint8_t *codes = w.code_row(first + n), *scales = w.scale_row(first + n);
@@ -128,7 +150,6 @@ struct Bf16Rows {
     __m512i values[4];
     __m512 scale;
   };
-  static constexpr int64_t kAhead = 2048;  // bytes between a row's reads and its prefetches, about 100 ns of work
 
   KIMI_K3_AVX512 static inline __m512i table() {
     alignas(64) static const bfloat16 words[32] = {
@@ -137,11 +158,12 @@ struct Bf16Rows {
     return _mm512_load_si512(words);
   }
 
-  KIMI_K3_AVX512 static inline void decode(const uint8_t* codes, const uint8_t* scales, int64_t left, __m512i lut,
-                                           Decoded& out) {
+  template <bool kWhole>
+  KIMI_K3_AVX512 static inline __attribute__((always_inline)) void decode(const uint8_t* codes, const uint8_t* scales,
+                                                                          int64_t left, __m512i lut, Decoded& out) {
     __m512i bytes;
     uint32_t packed_scales;
-    if (left >= kBlock) {
+    if (kWhole) {
       bytes = _mm512_loadu_si512(codes);
       std::memcpy(&packed_scales, scales, 4);
     } else {
@@ -203,32 +225,46 @@ struct Bf16Rows {
 
   // Few rows: decode in registers.
   template <int M, int N>
-  KIMI_K3_AVX512 static void direct(const PackedMatrix& w, int64_t first, const bfloat16* const* x, float* out) {
+  KIMI_K3_AVX512 static void direct(const PackedMatrix& w, int64_t first, const Ahead& ahead, const bfloat16* const* x,
+                                    float* out) {
     __m512 sums[M][N];
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m)
 #pragma GCC unroll 8
       for (int n = 0; n < N; ++n) sums[m][n] = _mm512_setzero_ps();
     const __m512i lut = table();
-    for (int64_t k = 0; k < w.in; k += kBlock) {
-      Decoded row;
+    const int64_t code_stride = w.in / 2, scale_stride = w.in / kGroup, whole = w.in / kBlock * kBlock;
+    const uint8_t *codes = w.code_row(first), *scales = w.scale_row(first), *next = ahead.codes;
+    prefetch_scales(ahead, w, N);
+    for (int64_t k = 0; k < whole; k += kBlock, codes += kBlock / 2, scales += kBlock / kGroup, next += kBlock / 2)
 #pragma GCC unroll 8
       for (int n = 0; n < N; ++n) {
-        const uint8_t* codes = w.code_row(first + n) + k / 2;
-        _mm_prefetch(reinterpret_cast<const char*>(codes + kAhead), _MM_HINT_T0);
-        decode(codes, w.scale_row(first + n) + k / kGroup, w.in - k, lut, row);
-#pragma GCC unroll 8
-        for (int m = 0; m < M; ++m) {
-          __m512 block = _mm512_setzero_ps();
-#pragma GCC unroll 4
-          for (int j = 0; j < 4; ++j)
-            block = _mm512_dpbf16_ps(block, (__m512bh)row.values[j], (__m512bh)_mm512_loadu_si512(x[m] + k + j * 32));
-          sums[m][n] = _mm512_fmadd_ps(block, row.scale, sums[m][n]);
-        }
+        prefetch(next + n * code_stride);
+        add_block<true, M, N>(codes + n * code_stride, scales + n * scale_stride, kBlock, lut, x, k, n, sums);
       }
-    }
+    if (whole < w.in)
+#pragma GCC unroll 8
+      for (int n = 0; n < N; ++n)
+        add_block<false, M, N>(codes + n * code_stride, scales + n * scale_stride, w.in - whole, lut, x, whole, n, sums);
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m) reduce<N>(sums[m], out + m * kBlockRows);
+  }
+
+  template <bool kWhole, int M, int N>
+  KIMI_K3_AVX512 static inline __attribute__((always_inline)) void add_block(const uint8_t* codes, const uint8_t* scales,
+                                                                             int64_t left, __m512i lut,
+                                                                             const bfloat16* const* x, int64_t k, int n,
+                                                                             __m512 (&sums)[M][N]) {
+    Decoded row;
+    decode<kWhole>(codes, scales, left, lut, row);
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) {
+      __m512 block = _mm512_setzero_ps();
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j)
+        block = _mm512_dpbf16_ps(block, (__m512bh)row.values[j], (__m512bh)_mm512_loadu_si512(x[m] + k + j * 32));
+      sums[m][n] = _mm512_fmadd_ps(block, row.scale, sums[m][n]);
+    }
   }
 
   // Many rows: from weight rows that were decoded once, [rows][blocks].
@@ -243,11 +279,12 @@ struct Bf16Rows {
   }
 
   template <int N>
-  static void direct_rows(const PackedMatrix& w, int64_t first, const bfloat16* const* x, int64_t m, float* out) {
+  static void direct_rows(const PackedMatrix& w, int64_t first, const Ahead& ahead, const bfloat16* const* x, int64_t m,
+                          float* out) {
     switch (m) {
-      case 1: return direct<1, N>(w, first, x, out);
-      case 2: return direct<2, N>(w, first, x, out);
-      default: return direct<3, N>(w, first, x, out);
+      case 1: return direct<1, N>(w, first, ahead, x, out);
+      case 2: return direct<2, N>(w, first, ahead, x, out);
+      default: return direct<3, N>(w, first, ahead, x, out);
     }
   }
 
@@ -259,27 +296,34 @@ struct Bf16Rows {
     if (m_count - m == 1) tile<1, N>(w, blocks, x + m, out + m * kBlockRows);
   }
 
-  KIMI_K3_AVX512 static void decode_rows(const PackedMatrix& w, int64_t first, int64_t count, int64_t blocks,
-                                         Decoded* out) {
+  KIMI_K3_AVX512 static void decode_rows(const PackedMatrix& w, int64_t first, int64_t count, const Ahead& ahead,
+                                         int64_t blocks, Decoded* out) {
     const __m512i lut = table();
-    for (int64_t n = 0; n < count; ++n)
-      for (int64_t b = 0; b < blocks; ++b)
-        decode(w.code_row(first + n) + b * (kBlock / 2), w.scale_row(first + n) + b * (kBlock / kGroup),
-               w.in - b * kBlock, lut, out[n * blocks + b]);
+    prefetch_scales(ahead, w, count);
+    for (int64_t n = 0; n < count; ++n) {
+      const uint8_t *codes = w.code_row(first + n), *scales = w.scale_row(first + n), *next = ahead.codes + n * (w.in / 2);
+      int64_t left = w.in;
+      for (; left >= kBlock; left -= kBlock, codes += kBlock / 2, scales += kBlock / kGroup, next += kBlock / 2) {
+        prefetch(next);
+        decode<true>(codes, scales, kBlock, lut, *out++);
+      }
+      if (left > 0) decode<false>(codes, scales, left, lut, *out++);
+    }
   }
 
-  static void rows(const PackedMatrix& w, int64_t first, int64_t count, const bfloat16* const* x, int64_t m, float* out) {
+  static void rows(const PackedMatrix& w, int64_t first, int64_t count, const Ahead& ahead, const bfloat16* const* x,
+                   int64_t m, float* out) {
     int64_t n = 0;
     if (m <= 3) {
-      for (; n + 4 <= count; n += 4) direct_rows<4>(w, first + n, x, m, out + n);
-      for (; n < count; ++n) direct_rows<1>(w, first + n, x, m, out + n);
+      for (; n + 4 <= count; n += 4) direct_rows<4>(w, first + n, ahead.from(n, w), x, m, out + n);
+      for (; n < count; ++n) direct_rows<1>(w, first + n, ahead.from(n, w), x, m, out + n);
       return;
     }
     int64_t blocks = padded(w.in) / kBlock;
     static thread_local std::vector<uint8_t> scratch;
     scratch.resize(count * blocks * sizeof(Decoded) + 64);
     auto* decoded = reinterpret_cast<Decoded*>((reinterpret_cast<uintptr_t>(scratch.data()) + 63) & ~uintptr_t(63));
-    decode_rows(w, first, count, blocks, decoded);
+    decode_rows(w, first, count, ahead, blocks, decoded);
     for (; n + 4 <= count; n += 4) tiles<4>(decoded + n * blocks, blocks, x, m, out + n);
     for (; n < count; ++n) tiles<1>(decoded + n * blocks, blocks, x, m, out + n);
   }
@@ -326,7 +370,8 @@ struct Float32Rows {
     for (int m = 0; m < M; ++m) out[m * kBlockRows] = _mm512_reduce_add_ps(sums[m]);
   }
 
-  static void rows(const PackedMatrix& w, int64_t first, int64_t count, const float* const* x, int64_t m_count, float* out) {
+  static void rows(const PackedMatrix& w, int64_t first, int64_t count, const Ahead&, const float* const* x, int64_t m_count,
+                   float* out) {
     for (int64_t n = 0; n < count; ++n) {
       int64_t m = 0;
       for (; m + 8 <= m_count; m += 8) dot<8>(w, first + n, x + m, out + m * kBlockRows + n);

@@ -62,6 +62,15 @@ def define_gradient(
     LIBRARY.impl(op._schema.name.split("::")[1], autograd_kernel, "Autograd")
 
 
+def call(op: Any, *inputs: Any) -> Any:
+    """op(*inputs); without gradients straight below autograd: `define_gradient`'s kernel is in Python and would only
+    pass on, at some microseconds a call."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return op(*inputs)
+    with torch._C._AutoDispatchBelowAutograd():
+        return op(*inputs)
+
+
 GPU_KERNELS: dict[str, str] = {}  # op -> the module with its Triton kernels
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kimi_k3.cache import BLOCK_SIZE
 from kimi_k3.engine.agreement import Agreement
+from kimi_k3.engine.expert_changes import ExpertChanges
 from kimi_k3.engine.expert_counts import ExpertCounts
 from kimi_k3.engine.metrics import expert_metrics, exposition, metrics_of
 from kimi_k3.engine.prefix_index import chain
@@ -30,6 +31,7 @@ from kimi_k3.sampling import SamplingParams, fresh_seed, penalize, sample
 
 if TYPE_CHECKING:
     from kimi_k3.modeling_kimi_k3 import KimiK3ForCausalLM
+    from kimi_k3.parallel.placement import ExpertPlacement
     from kimi_k3.tokenization_kimi_k3 import KimiK3Tokenizer
 
 MAX_LEADERS = 2  # a request waits for so many others' prefills, then computes its prefix itself
@@ -77,6 +79,7 @@ class KimiK3Generator:
         self.prefix_cache, self.scheduler = prefix_cache, scheduler
         self._schedule = SCHEDULERS[scheduler]
         self.agreement = Agreement(model)
+        self.expert_changes = ExpertChanges(model)
         self.counts: Counter[str] = Counter()
         self._requests: dict[int, Request] = {}  # not finished, in order of arrival
         self.memory = Residency(
@@ -182,6 +185,7 @@ class KimiK3Generator:
         with self._lock:
             self._refuse_if_closed()
             started = time.perf_counter()
+            self.expert_changes.at_step_boundary(self.num_steps)
             timed = [r for r in self._requests.values() if r.deadline < float("inf")]
             is_late = self.agreement.most([int(r.deadline < time.monotonic()) for r in timed])
             for request in [r for r, late in zip(timed, is_late) if late]:
@@ -500,6 +504,7 @@ class KimiK3Generator:
             for request in list(self._requests.values()):
                 self._finish(request, "abort", is_published=False)
             self.memory.close()
+            self.expert_changes.close()
             self.model.set_batch_invariant(self._was_invariant)
             self.record_trace(None)
             self._is_closed = True
@@ -533,11 +538,12 @@ class KimiK3Generator:
                     out[name] = {q: recent[min(len(recent) - 1, int(len(recent) * q / 100))] for q in (50, 95, 99)}
             if self.tiers is not None:
                 out["tiers"] = self.tiers.stats()
+            out["expert_changes"] = self.expert_changes.stats()
             return out
 
     def prometheus(self, all_experts: bool = False) -> str:
         """`stats` and, where they are counted, expert counts as Prometheus text; all_experts: not just the hottest few."""
-        metrics = metrics_of(self.stats())
+        metrics = metrics_of(self.stats()) + self.expert_changes.metrics()
         experts = self.runner.experts
         if experts is not None:
             hottest = None if all_experts else 4
@@ -560,6 +566,20 @@ class KimiK3Generator:
             if self.runner.experts is None:
                 raise ValueError("expert_counts: experts are not counted; call count_experts() first")
             return self.runner.experts.counts.cpu()
+
+    def replace_experts(self, placement: ExpertPlacement, *, deadline_s: float = 30.0) -> None:
+        """Begin to move the experts to another placement, while steps go on as before. Every rank calls it between the same
+        two steps, with the same placement; `use_placement` came before.
+
+        Copies travel in the background, and each layer switches at a step boundary, at the same step on every rank. No
+        output changes. `stats()["expert_changes"]` and `prometheus` tell when it completed; one that fails or has not
+        completed after `deadline_s` seconds is given up and counted: layers not yet switched stay as they were.
+        `model.expert_placement` is the placement in use.
+        Raises: ValueError if it does not fit, differs between ranks, or another change is under way.
+        """
+        with self._lock:
+            self._refuse_if_closed()
+            self.expert_changes.start(placement, deadline_s)
 
     def record_trace(self, path: str | Path | None) -> None:
         """Write the experts of each following forward's tokens to `path`, in the form of `kimi_k3.parallel.traces`; None:

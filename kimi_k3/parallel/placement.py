@@ -275,6 +275,19 @@ class ExpertPlacement:
             raise ValueError(f"with_worker: worker: want a lost one below {self.num_workers}, got {worker}")
         return replace(self, alive=(*self.alive[:worker], True, *self.alive[worker + 1 :]))
 
+    def with_layers_of(self, other: ExpertPlacement, num_layers: int) -> ExpertPlacement:
+        """This placement, the first `num_layers` layers as in `other`, which has the same shapes: a change under way."""
+        slots, is_active = self.slots.copy(), self.is_active.copy()
+        slots[:num_layers], is_active[:num_layers] = other.slots[:num_layers], other.is_active[:num_layers]
+        is_promised = self.survives_a_domain and other.survives_a_domain
+        return replace(self, slots=slots, is_active=is_active, survives_a_domain=is_promised)
+
+    def is_same_in(self, other: ExpertPlacement, layer: int) -> bool:
+        """Whether a layer has the same copies in the same slots."""
+        return bool(
+            (self.slots[layer] == other.slots[layer]).all() and (self.is_active[layer] == other.is_active[layer]).all()
+        )
+
     # What others read.
 
     def workers_of(self, expert: int, layer: int = 0) -> list[int]:

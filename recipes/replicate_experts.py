@@ -68,8 +68,8 @@ def main() -> None:
     use_placement(model, ExpertPlacement.contiguous(experts, ranks, len(layers), capacity))
     log.info("%d experts in %d slots of %d ranks", experts, ranks * capacity, ranks)
 
-    endless = SamplingParams(max_new_tokens=1_000_000, ignore_eos=True, temperature=1.0, top_k=4, seed=0)
-    with KimiK3Generator(model, max_num_seqs=args.rows, num_blocks=64 * args.rows) as gen:
+    endless = SamplingParams(max_new_tokens=4000, ignore_eos=True, temperature=1.0, top_k=4, seed=0)
+    with KimiK3Generator(model, max_num_seqs=args.rows, num_blocks=70 * args.rows) as gen:
         for row in range(args.rows):
             gen.add([40 + row % 2] * 8, endless)
         gen.count_experts()

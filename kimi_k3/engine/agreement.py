@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,6 +44,10 @@ class Agreement:
                 self.tp_rank, self.tp_size = tp.get_local_rank(), tp.size()
             if of_tp:
                 self.size, self.group = self.tp_size, None if tp is None else tp.get_group()
+
+    def naming(self, what: str) -> AbstractContextManager[None]:
+        """A collective that fails inside, compiled ones too, is an error that names ranks."""
+        return nullcontext() if self.group is None else named(what, self.group, only_collectives=True)
 
     def least(self, values: list[int]) -> list[int]:
         """The smallest of each value over the ranks."""

@@ -223,7 +223,8 @@ class KimiK3Generator:
         outputs = []
         if pieces:
             forward_started = time.perf_counter()
-            hidden_RD, logits_RV = self.runner.run(pieces)
+            with self.agreement.naming("a collective of the forward pass"):
+                hidden_RD, logits_RV = self.runner.run(pieces)
             self._forward_seconds += time.perf_counter() - forward_started
             outputs = self._commit(pieces, hidden_RD, logits_RV)
         if repeats:

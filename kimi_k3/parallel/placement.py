@@ -344,13 +344,16 @@ class ExpertPlacement:
         before_device, before_host = self._copies(previous.slots) > 0, self._copies(previous.host) > 0
         reachable = (before_device | before_host) & np.array(self.alive)[:, None]
         moves = []
-        for table, before in ((self.slots, previous.slots), (self.host, previous.host)):
-            for layer, worker, slot in np.argwhere(table != EMPTY):
+        width = previous.slots.shape[2]
+        stays = np.zeros(self.slots.shape, bool)  # what is there already, and needs no other class
+        stays[..., :width] = (self.slots[..., :width] == previous.slots) & (
+            previous.is_active | ~self.is_active[..., :width]
+        )
+        for table, is_kept in ((self.slots, stays), (self.host, np.zeros(self.host.shape, bool))):
+            for layer, worker, slot in np.argwhere((table != EMPTY) & ~is_kept):
                 expert = int(table[layer, worker, slot])
                 is_device = table is self.slots
-                if is_device and slot < before.shape[2] and before[layer, worker, slot] == expert:
-                    if previous.is_active[layer, worker, slot] or not self.is_active[layer, worker, slot]:
-                        continue
+                if is_device and slot < width and previous.slots[layer, worker, slot] == expert:
                     source, origin = "standby", None
                 elif not is_device and before_host[layer, worker, expert]:
                     continue

@@ -11,6 +11,7 @@ Until a layer is committed nothing that serving reads has changed, so a transfer
 from __future__ import annotations
 
 import datetime
+import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -31,7 +32,8 @@ from kimi_k3.parallel.expert_parallel import (
 )
 from kimi_k3.parallel.placement import EMPTY, ExpertPlacement
 
-CHUNK_BYTES = 4 << 20  # of rows on their way at once; a single row may be larger
+CHUNK_BYTES = 4 << 20  # of one message, and of what a rank has on its way at once; a single row may be larger
+SHARE_OF_TIME = 0.5  # that the thread works at most: steps keep cores and links
 BUFFERS = 2
 
 
@@ -81,8 +83,8 @@ class _Copy(NamedTuple):
     """One expert of one layer on its way: from a slot of `source` to the slot `slot` of `target`."""
 
     source: int
-    source_slot: int
     target: int
+    source_slot: int
     slot: int
 
 
@@ -191,8 +193,8 @@ class Transfer:
                 continue
             assert move.source_worker is not None  # every expert has an active copy on a living worker
             (source_slot,) = (now.slots[move.layer, move.source_worker] == move.expert).nonzero()[0].tolist()
-            copies[move.layer].append(_Copy(move.source_worker, source_slot, move.worker, move.slot))
-        return copies
+            copies[move.layer].append(_Copy(move.source_worker, move.worker, source_slot, move.slot))
+        return [sorted(layer) for layer in copies]
 
     def _buffer(self, rows: int) -> dict[str, Tensor]:
         experts = self._experts[0]
@@ -202,37 +204,42 @@ class Transfer:
     def _stage(self, layer: int, wanted: list[_Copy], buffer: dict[str, Tensor]) -> None:
         """Receive this rank's rows of one layer, and send others theirs. All ranks go through the copies in one order and
         each waits only for earlier ones, so the earliest one that is not done can always be done."""
-        rank, pending, pending_bytes = self._group.rank(), [], 0
-        for begun, num_bytes in self._rows(layer, wanted, buffer, rank):
-            pending.append(begun)
+        pending: list[dist.Work] = []
+        pending_bytes, began = 0, time.monotonic()
+        for work, num_bytes in self._messages(layer, wanted, buffer):
+            pending.append(work)
             pending_bytes += num_bytes
-            if pending_bytes >= CHUNK_BYTES:
-                self._wait(pending)
-                pending, pending_bytes = [], 0
-        self._wait(pending)
+            if pending_bytes >= CHUNK_BYTES or len(pending) >= 16:
+                self._wait(pending, began)
+                pending, pending_bytes, began = [], 0, time.monotonic()
+        self._wait(pending, began)
 
-    def _rows(
-        self, layer: int, wanted: list[_Copy], buffer: dict[str, Tensor], rank: int
-    ) -> Iterator[tuple[dist.Work, int]]:
-        experts = self._experts[layer]
+    def _messages(
+        self, layer: int, wanted: list[_Copy], buffer: dict[str, Tensor]
+    ) -> Iterator[tuple[dist.Work, int]]:  # fmt: skip
+        experts, rank = self._experts[layer], self._group.rank()
         for name, rows in buffer.items():
             stack, at = getattr(experts, name).detach(), 0
-            for copy in wanted:
-                if copy.target == rank == copy.source:
-                    rows[at] = stack[copy.source_slot]
-                elif copy.target == rank:
-                    yield dist.irecv(rows[at], group=self._group, group_src=copy.source), rows[at].nbytes
-                elif copy.source == rank:
-                    row = stack[copy.source_slot]
-                    yield dist.isend(row, group=self._group, group_dst=copy.target), row.nbytes
-                at += copy.target == rank
+            most = max(1, CHUNK_BYTES // max(1, rows[:1].nbytes))
+            for (source, target), pair in itertools.groupby(wanted, key=lambda copy: copy[:2]):
+                slots = [copy.source_slot for copy in pair]
+                for first in range(0, len(slots), most):
+                    some = slots[first : first + most]
+                    if rank == target:
+                        place = rows[at : at + len(some)]
+                        at += len(some)
+                        if source == target:
+                            place.copy_(stack[some])
+                        else:
+                            yield dist.irecv(place, group=self._group, group_src=source), place.nbytes
+                    elif rank == source:
+                        sent = stack[some]
+                        yield dist.isend(sent, group=self._group, group_dst=target), sent.nbytes
 
-    def _wait(self, pending: list[dist.Work]) -> None:
-        began = time.monotonic()
+    def _wait(self, pending: list[dist.Work], began: float) -> None:
         for work in pending:
             left = self._deadline - time.monotonic()
             if left <= 0 or self._is_stopped:
                 raise TimeoutError("transfer of experts: its deadline has passed")
             work.wait(datetime.timedelta(seconds=left))
-        # Half of the time at most, so that steps keep cores and links.
-        time.sleep(min(time.monotonic() - began, 0.1))
+        time.sleep(min((time.monotonic() - began) * (1 / SHARE_OF_TIME - 1), 0.3))

@@ -29,7 +29,8 @@ class Agreement:
     def __init__(self, model: KimiK3ForCausalLM, *, of_tp: bool = False) -> None:
         mesh: Any = getattr(model, "mesh", None)
         self.size = 1 if mesh is None else mesh.size()
-        self.group: dist.ProcessGroup | None = None if mesh is None else dist.group.WORLD
+        self.all: dist.ProcessGroup | None = None if mesh is None else dist.group.WORLD
+        self.group = self.all
         self.device = model.device
         self.tp_rank, self.tp_size = 0, 1
         if mesh is not None:
@@ -47,20 +48,15 @@ class Agreement:
 
     def naming(self, what: str) -> AbstractContextManager[None]:
         """A collective that fails inside, compiled ones too, is an error that names ranks."""
-        return nullcontext() if self.group is None else named(what, self.group, only_collectives=True)
+        return nullcontext() if self.all is None else named(what, self.all, only_collectives=True)
 
     def least(self, values: list[int]) -> list[int]:
         """The smallest of each value over the ranks."""
         if self.size == 1 or not values:
             return values
         tensor = torch.tensor(values, dtype=torch.int64, device=self.device)
-        self._reduce(tensor, dist.ReduceOp.MIN)
+        _reduce(tensor, dist.ReduceOp.MIN, self.group)
         return tensor.tolist()
-
-    def _reduce(self, tensor: Tensor, kind: Any) -> None:
-        assert self.group is not None
-        with named("agreement of the engine (all_reduce)", self.group):
-            dist.all_reduce(tensor, kind, group=self.group)
 
     def most(self, values: list[int]) -> list[int]:
         return [-value for value in self.least([-value for value in values])]
@@ -83,12 +79,18 @@ class Agreement:
                 _sample_slots(parameter.detach(), owner, sampled_PS[row])
             elif not parameter.is_meta and parameter.numel():
                 _sample_local(parameter.detach(), sampled_PS[row])
-        if self.size > 1:
+        if self.all is not None:
             shared = sampled_PS.to(self.device)
-            self._reduce(shared, dist.ReduceOp.MAX)
+            _reduce(shared, dist.ReduceOp.MAX, self.all)
             sampled_PS = shared.cpu()
         digest.update(sampled_PS.numpy().tobytes())
         return digest.hexdigest()
+
+
+def _reduce(tensor: Tensor, kind: Any, group: dist.ProcessGroup | None) -> None:
+    assert group is not None
+    with named("agreement of the engine (all_reduce)", group):
+        dist.all_reduce(tensor, kind, group=group)
 
 
 def _places(shape: list[int]) -> list[Tensor]:

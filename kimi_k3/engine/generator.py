@@ -20,6 +20,7 @@ from kimi_k3.engine.agreement import Agreement
 from kimi_k3.engine.expert_changes import ExpertChanges
 from kimi_k3.engine.expert_counts import ExpertCounts
 from kimi_k3.engine.metrics import expert_metrics, exposition, metrics_of
+from kimi_k3.engine.other_groups import OtherGroups
 from kimi_k3.engine.prefix_index import chain
 from kimi_k3.engine.request import GenerationResult, Request, RequestOutput, TokenLogprobs
 from kimi_k3.engine.residency import Residency
@@ -53,13 +54,16 @@ class KimiK3Generator:
         scheduler: "dependency_aware" or "fcfs".
         tiers: HostTier, DiskTier, RemoteTier: where evicted and parked states go, nearest first.
         batch_invariant: bitwise equal results in any batch, at some cost; sets the model's mode until `close`.
+        data_parallel: on a mesh with experts on "ep", each "dp" group of ranks runs the requests that it is given, with its
+            own memory, and takes part in the others' steps with zero tokens when it has none. All ranks call `generate`,
+            or `step` while `has_unfinished()`, equally often. Without it every rank is given the same requests.
     """
 
     def __init__(
         self, model: KimiK3ForCausalLM, tokenizer: KimiK3Tokenizer | None = None, *, max_num_seqs: int = 64,
         max_tokens_per_step: int = 2048, memory: int | str = "auto", num_blocks: int | None = None,
         block_size: int = BLOCK_SIZE, prefix_cache: bool = True, scheduler: str = "dependency_aware",
-        tiers: Sequence[Any] = (), batch_invariant: bool = False,
+        tiers: Sequence[Any] = (), batch_invariant: bool = False, data_parallel: bool = False,
     ) -> None:  # fmt: skip
         for name, value in (("max_num_seqs", max_num_seqs), ("max_tokens_per_step", max_tokens_per_step),
                             ("block_size", block_size)):  # fmt: skip
@@ -78,7 +82,8 @@ class KimiK3Generator:
         self.max_num_seqs, self.max_tokens_per_step, self.block_size = max_num_seqs, max_tokens_per_step, block_size
         self.prefix_cache, self.scheduler = prefix_cache, scheduler
         self._schedule = SCHEDULERS[scheduler]
-        self.agreement = Agreement(model)
+        self.agreement = Agreement(model, of_tp=data_parallel)
+        self.others = OtherGroups(model) if data_parallel else None
         self.expert_changes = ExpertChanges(model)
         self.counts: Counter[str] = Counter()
         self._requests: dict[int, Request] = {}  # not finished, in order of arrival
@@ -196,6 +201,9 @@ class KimiK3Generator:
                 more, self._finished_outputs = self._finished_outputs, []
                 outputs += more
                 self.num_steps += 1
+            elif self.others is not None:
+                self._forward([])
+                self.num_steps += 1
             self._step_seconds += time.perf_counter() - started
             for output in outputs:
                 if output.rid in self._listeners:
@@ -220,19 +228,24 @@ class KimiK3Generator:
         pieces = [piece for piece in prepared if piece is not None]
         repeats = [p for p in pieces if p.tokens == 0]
         pieces = self.memory.with_exports([p for p in pieces if p.tokens])
-        outputs = []
-        if pieces:
-            forward_started = time.perf_counter()
-            with self.agreement.naming("a collective of the forward pass"):
-                hidden_RD, logits_RV = self.runner.run(pieces)
-            self._forward_seconds += time.perf_counter() - forward_started
-            outputs = self._commit(pieces, hidden_RD, logits_RV)
+        outputs = self._forward(pieces)
         if repeats:
             hidden_RD = torch.stack([p.request.hidden for p in repeats if p.request.hidden is not None])
             outputs += self._sample([p.request for p in repeats], self.model.head_logits(hidden_RD))
             for piece in repeats:
                 piece.request.hidden = None
         return outputs
+
+    def _forward(self, pieces: list[Piece]) -> list[RequestOutput]:
+        with self.agreement.naming("a collective of the forward pass"):
+            if self.others is not None:
+                self.others.step(bool(pieces), bool(self._requests))
+            if not pieces:
+                return []
+            forward_started = time.perf_counter()
+            hidden_RD, logits_RV = self.runner.run(pieces)
+            self._forward_seconds += time.perf_counter() - forward_started
+        return self._commit(pieces, hidden_RD, logits_RV)
 
     def _candidate(self, request: Request) -> Candidate:
         if not request.is_running:
@@ -427,7 +440,9 @@ class KimiK3Generator:
             raise ValueError(f"generate: want one SamplingParams or {len(prompts)}, got {len(many)}")
         rids = [self.add(prompt, one, **options) for prompt, one in zip(prompts, many)]
         wanted = [[rid + i for i in range(1 if p is None else p.n)] for rid, p in zip(rids, many)]
-        while any(rid in self._requests for group in wanted for rid in group):
+        if self.others is not None:
+            self.others.is_busy = True  # until a step has told
+        while any(rid in self._requests for group in wanted for rid in group) or self._are_others_busy():
             self.step()
         return [self._collect(group) for group in wanted]
 
@@ -442,7 +457,11 @@ class KimiK3Generator:
         return samples[0]
 
     def has_unfinished(self) -> bool:
-        return bool(self._requests or self._finished_outputs)
+        """Whether `step` has something to do or to tell; with data_parallel, for any group at the last step."""
+        return bool(self._requests or self._finished_outputs) or self._are_others_busy()
+
+    def _are_others_busy(self) -> bool:
+        return self.others is not None and self.others.is_busy
 
     def stream(self, prompt: Any, params: SamplingParams | None = None, **options: Any) -> Iterator[RequestOutput]:
         """The outputs of one request as they come; others go on beside it. Closing the iterator aborts the request."""
@@ -475,6 +494,8 @@ class KimiK3Generator:
     def _listen(self, prompt: Any, params: SamplingParams | None, options: dict[str, Any]) -> int:
         if params is not None and params.n != 1:
             raise ValueError(f"stream: want n == 1, got {params.n}")
+        if self.others is not None:
+            raise ValueError("stream: with data_parallel all ranks step equally often: want add and step")
         with self._lock:
             rid = self.add(prompt, params, **options)
             self._listeners[rid] = []
@@ -559,14 +580,16 @@ class KimiK3Generator:
             self.runner.experts = ExpertCounts(self.model) if is_on else None
 
     def expert_counts(self) -> Tensor:
-        """[MoE layers, E] int64 on the CPU since `count_experts`: a row adds up to tokens that ran x experts per token.
+        """[MoE layers, E] int64 on the CPU since `count_experts`: a row adds up to tokens that ran x experts per token. With
+        data_parallel those of all groups: every rank calls it.
 
         Raises: ValueError unless they are being counted.
         """
         with self._lock:
             if self.runner.experts is None:
                 raise ValueError("expert_counts: experts are not counted; call count_experts() first")
-            return self.runner.experts.counts.cpu()
+            counts = self.runner.experts.counts
+            return (counts if self.others is None else self.others.sum(counts)).cpu()
 
     def replace_experts(self, placement: ExpertPlacement, *, deadline_s: float = 30.0) -> None:
         """Begin to move the experts to another placement, while steps go on as before. Every rank calls it between the same

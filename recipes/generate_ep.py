@@ -18,10 +18,13 @@ Eight hosts of 8 GPUs (the same command on each; tp inside a host, ep over all 6
 Each group decodes its own prompts together, --rows at once, and takes part with zero tokens when it has none left. Answers
 are printed by rank 0 in the order of the prompts, then the load: tokens for each expert, busiest against mean. With
 --batch-invariant an answer is the same bits for any number of groups and any --rows. One torchrun is one failure domain: a
-rank that stops ends the run after --timeout seconds with an error that names it, and --max-restarts starts all anew.
+rank that stops ends the run after --timeout seconds with an error that names it. torchrun's --max-restarts N then starts
+all ranks anew, from the beginning; with --standalone and gloo that needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the
+environment (torch 2.13).
 """
 
 import argparse
+import os
 import time
 from pathlib import Path
 
@@ -58,7 +61,8 @@ def main() -> None:
     dtype = args.dtype if args.dtype == "auto" else getattr(torch, args.dtype)
     model = KimiK3ForCausalLM.from_pretrained(args.model, dtype=dtype, mesh=mesh, progress=False)
     tokenizer = KimiK3Tokenizer.from_pretrained(args.model)
-    log.info("group %d of %d, read %.1f MB", dp.get_local_rank(), dp.size(), model.checkpoint_source.bytes_read / 1e6)
+    megabytes = model.checkpoint_source.bytes_read / 1e6
+    log.info("process %d, group %d of %d, read %.1f MB", os.getpid(), dp.get_local_rank(), dp.size(), megabytes)
 
     prompts = PROMPTS if args.prompts is None else args.prompts.read_text().splitlines()
     mine, began = range(dp.get_local_rank(), len(prompts), dp.size()), time.perf_counter()

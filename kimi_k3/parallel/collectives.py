@@ -90,11 +90,15 @@ def _missing_ranks(what: str, seconds: float, grace: float) -> tuple[list[int] |
     return [other for other in range(dist.get_world_size()) if other not in reports], elsewhere
 
 
+def _group(name: Any) -> dist.ProcessGroup:
+    return dist.distributed_c10d._resolve_process_group(name)
+
+
 def all_reduce(x: Tensor, group_name: str) -> Tensor:
     """The sum over the ranks of a group, a new tensor. All ranks get the same bits."""
     if torch.compiler.is_compiling():
         return functional.wait_tensor(functional.all_reduce(x.contiguous(), "sum", group_name))
-    with named("sum over ranks (all_reduce)", dist.distributed_c10d._resolve_process_group(group_name)):
+    with named("sum over ranks (all_reduce)", _group(group_name)):
         return functional.wait_tensor(functional.all_reduce(x.contiguous(), "sum", group_name))
 
 
@@ -102,7 +106,7 @@ def all_gather_rows(x: Tensor, group_name: str, size: int) -> Tensor:
     """The ranks' tensors, all of one shape, one after another along dimension 0."""
     if torch.compiler.is_compiling():
         return functional.wait_tensor(functional.all_gather_into_tensor(x.contiguous(), size, group_name))
-    with named("gather over ranks (all_gather)", dist.distributed_c10d._resolve_process_group(group_name)):
+    with named("gather over ranks (all_gather)", _group(group_name)):
         return functional.wait_tensor(functional.all_gather_into_tensor(x.contiguous(), size, group_name))
 
 

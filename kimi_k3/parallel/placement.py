@@ -500,9 +500,11 @@ class _Layer:
         score_W = np.where(lacks_W & free_W, load_W, np.inf)
         lowest = score_W.min()
         if lowest < np.inf:
-            taken = set(self.domain_W[has_W].tolist())
-            least = (score_W == lowest).nonzero()[0].tolist()
-            worker = min(least, key=lambda worker: (self.domain_W[worker] in taken, count_W[worker], worker))
+            least = (score_W == lowest).nonzero()[0]
+            if len(least) > 1:
+                is_taken = (self.domain_W[least, None] == self.domain_W[has_W]).any(1)
+                least = least[np.lexsort((count_W[least], is_taken))]  # stable: of equals the first
+            worker = int(least[0])
             self.active_WE[worker, expert] = True
             load_W[worker] += shares_E[expert]
             count_W[worker] += 1

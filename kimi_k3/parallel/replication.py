@@ -110,6 +110,10 @@ class Transfer:
         self._staged: dict[int, _Staged] = {}
         self._free = threading.Semaphore(BUFFERS)
         self._is_stopped = False
+        device = self._experts[0].num_active.device
+        # On a GPU: copies have a stream of their own, and a buffer is filled again after its rows went into the slots.
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._committed = torch.Event(device)
         self.num_ready, self.num_committed, self.copied = 0, 0, 0
         self.error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="expert transfer", daemon=True)
@@ -127,6 +131,8 @@ class Transfer:
                     getattr(experts, name).data[staged.slots] = rows[: len(staged.slots)]
                 for name, table in staged.tables._asdict().items():
                     getattr(experts, name).copy_(table)
+            if self._stream is not None:
+                self._committed.record()
             self.copied += len(staged.slots)
             self._free.release()
         self.num_committed = until
@@ -160,9 +166,9 @@ class Transfer:
         tables, rank = tables_of(self._plan), self._group.rank()
         most = max((sum(copy.target == rank for copy in layer) for layer in copies), default=0)
         buffers = [self._buffer(most) for _ in range(BUFFERS)]
-        device = self._experts[0].num_active.device
-        stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        filled = 0
+        device, stream, filled = self._experts[0].num_active.device, self._stream, 0
+        if stream is not None:
+            stream.wait_stream(torch.cuda.default_stream(device))
         for layer, wanted in enumerate(copies):
             if self._is_same(layer):
                 self.num_ready = layer + 1
@@ -173,6 +179,8 @@ class Transfer:
             buffer, filled = buffers[filled % BUFFERS], filled + 1
             mine = [copy.slot for copy in wanted if copy.target == rank]
             with torch.cuda.stream(stream):  # None: no stream
+                if stream is not None:
+                    self._committed.synchronize()
                 self._stage(layer, wanted, buffer)
                 if stream is not None:
                     stream.synchronize()
@@ -204,7 +212,7 @@ class Transfer:
     def _stage(self, layer: int, wanted: list[_Copy], buffer: dict[str, Tensor]) -> None:
         """Receive this rank's rows of one layer, and send others theirs. All ranks go through the copies in one order and
         each waits only for earlier ones, so the earliest one that is not done can always be done."""
-        pending: list[dist.Work] = []
+        pending: list[dist.Work | None] = []
         pending_bytes, began = 0, time.monotonic()
         for work, num_bytes in self._messages(layer, wanted, buffer):
             pending.append(work)
@@ -216,7 +224,7 @@ class Transfer:
 
     def _messages(
         self, layer: int, wanted: list[_Copy], buffer: dict[str, Tensor]
-    ) -> Iterator[tuple[dist.Work, int]]:  # fmt: skip
+    ) -> Iterator[tuple[dist.Work | None, int]]:  # fmt: skip
         experts, rank = self._experts[layer], self._group.rank()
         for name, rows in buffer.items():
             stack, at = getattr(experts, name).detach(), 0
@@ -236,10 +244,11 @@ class Transfer:
                         sent = stack[some]
                         yield dist.isend(sent, group=self._group, group_dst=target), sent.nbytes
 
-    def _wait(self, pending: list[dist.Work], began: float) -> None:
+    def _wait(self, pending: list[dist.Work | None], began: float) -> None:
         for work in pending:
             left = self._deadline - time.monotonic()
             if left <= 0 or self._is_stopped:
                 raise TimeoutError("transfer of experts: its deadline has passed")
+            assert work is not None  # this rank is in the group
             work.wait(datetime.timedelta(seconds=left))
         time.sleep(min((time.monotonic() - began) * (1 / SHARE_OF_TIME - 1), 0.3))

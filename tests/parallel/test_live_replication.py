@@ -103,6 +103,39 @@ def test_outputs_do_not_change_while_experts_are_replicated(wide_folder):
         assert "kimi_k3_expert_change_last_completed_timestamp_seconds 1" in result["metrics"]
 
 
+def compiled(folder) -> dict:
+    from torch._dynamo.utils import counters
+
+    model = load(folder, make_mesh(ep=2))
+    use_placement(model, start_plan(2))
+    for layer in model.model.layers.values():
+        layer.compile(backend="aot_eager", fullgraph=True)
+    model.model.has_compiled_layers = True
+    with KimiK3Generator(model, max_num_seqs=4, num_blocks=16, prefix_cache=False) as gen:
+        expected = round_of(gen)
+        graphs, frames = counters["stats"]["unique_graphs"], counters["frames"]["total"]
+        plan = ExpertPlacement.balanced(
+            np.arange(EXPERTS)[None].repeat(LAYERS, 0), previous=model.expert_placement, active_slots=EXPERTS + SPARE
+        )
+        gen.replace_experts(plan, deadline_s=50)
+        rounds = [round_of(gen)]
+        while is_running(gen):
+            gen.step()
+        rounds.append(round_of(gen))
+        is_same = all(
+            tokens == wanted[0] and torch.equal(logits, wanted[1])
+            for one in rounds for (tokens, logits), wanted in zip(one, expected, strict=True)
+        )  # fmt: skip
+        done = model.expert_placement is plan and not counters["graph_break"]
+        more = counters["stats"]["unique_graphs"] - graphs, counters["frames"]["total"] - frames
+        return {"same": is_same, "done": done, "graphs": graphs, "more": more}
+
+
+def test_a_change_compiles_nothing(wide_folder):
+    for result in run_ranks(2, compiled, wide_folder, timeout=200):
+        assert result["same"] and result["done"] and result["graphs"] > 3 and result["more"] == (0, 0)
+
+
 def blocked_or_broken(folder, how: str) -> dict:
     model = load(folder, make_mesh(ep=2))
     use_placement(model, start_plan(2))

@@ -626,27 +626,34 @@ class _Layer:
 
     def restore_missing(self, lost: int) -> None:
         missing = np.flatnonzero(~self.active_WE.any(0))
-        for expert in missing[np.argsort(-self.load_E[missing], kind="stable")]:
-            load_W, count_W = self.worker_loads(), self.active_WE.sum(1)
-            free_W = self.alive_W & (self.active_WE.sum(1) + self.standby_WE.sum(1) < self.capacity)
-            for candidates_W in (
-                self.standby_WE[:, expert], self.host_WE[:, expert] & free_W, free_W, self._expendable().any(1)
-            ):  # fmt: skip
-                if candidates_W.any():
-                    workers = np.flatnonzero(candidates_W)
-                    worker = int(workers[np.lexsort((workers, count_W[workers], load_W[workers]))[0]])
-                    break
+        load_W, count_W = self.worker_loads(), self.active_WE.sum(1)
+        free_W = self.alive_W & (count_W + self.standby_WE.sum(1) < self.capacity)
+        for expert in map(int, missing[np.argsort(-self.load_E[missing], kind="stable")]):
+            if self.standby_WE[:, expert].any():
+                candidates_W = self.standby_WE[:, expert]
+            elif (self.host_WE[:, expert] & free_W).any():
+                candidates_W = self.host_WE[:, expert] & free_W
             else:
+                candidates_W = free_W if free_W.any() else self._expendable().any(1)
+            workers = np.flatnonzero(candidates_W)
+            if not len(workers):
                 raise NoRoomForExperts(
                     f"after_loss: worker {lost} had the only copies of {len(missing)} experts of a layer, and its "
-                    f"survivors have no slot left for expert {int(expert)}: want a capacity above {self.capacity}"
+                    f"survivors have no slot left for expert {expert}: want a capacity above {self.capacity}"
                 )
-            if not self.standby_WE[worker, expert] and not free_W[worker]:
+            worker = int(workers[np.lexsort((workers, count_W[workers], load_W[workers]))[0]])
+            is_evicting = not self.standby_WE[worker, expert] and not free_W[worker]
+            if is_evicting:
                 spare = np.flatnonzero(self._expendable()[worker])
                 victim = int(spare[self.load_E[spare].argmin()])
                 self.active_WE[worker, victim] = self.standby_WE[worker, victim] = False
             self.standby_WE[worker, expert] = self.host_WE[worker, expert] = False
             self.active_WE[worker, expert] = True
+            load_W[worker] += self.load_E[expert]  # its first active copy
+            count_W[worker] += 1
+            if is_evicting:  # what a replica leaves goes to the others of its expert
+                load_W, count_W = self.worker_loads(), self.active_WE.sum(1)
+            free_W[worker] = count_W[worker] + self.standby_WE[worker].sum() < self.capacity
         # A replica that was put where the worker's own host copy lies replaces it.
         self.host_WE &= ~self.active_WE
 

@@ -25,10 +25,9 @@ import torch.distributed as dist
 
 import kimi_k3
 from kimi_k3 import KimiK3ForCausalLM, KimiK3Generator, SamplingParams
-from kimi_k3.parallel import log_of_rank, make_mesh, start
+from kimi_k3.parallel import log_of_rank, make_mesh, start, use_placement
 from kimi_k3.parallel.expert_parallel import expert_layers
 from kimi_k3.parallel.placement import ExpertPlacement
-from kimi_k3.parallel.replication import use_placement
 
 DEMO = Path(kimi_k3.__file__).parent / "demo"
 

@@ -55,13 +55,13 @@ class ExpertChanges:
             raise ValueError(
                 "replace_experts: a change is under way: step until stats()['expert_changes']['is_running'] is False"
             )
-        check_placement(self._model, plan)
-        if plan.capacity != now.capacity:
-            raise ValueError(f"replace_experts: want a capacity of {now.capacity}, as in use, got {plan.capacity}")
         digest = hashlib.sha256(plan.slots.tobytes() + plan.is_active.tobytes()).digest()
         mine = int.from_bytes(digest[:7], "little")
         if self._agreement.least([mine, -mine]) != [mine, -mine]:
             raise ValueError("replace_experts: want the same placement on every rank, got different ones")
+        check_placement(self._model, plan)
+        if plan.capacity != now.capacity:
+            raise ValueError(f"replace_experts: want a capacity of {now.capacity}, as in use, got {plan.capacity}")
         if self._group is None:
             self._group = dist.new_group(group_desc="expert transfer")
         self._began = time.monotonic()

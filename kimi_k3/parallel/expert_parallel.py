@@ -57,15 +57,6 @@ def set_group(group: ExpertGroup, name: str = GROUP) -> None:
     _GROUPS[name] = group
 
 
-def group_of(name: str = GROUP) -> ExpertGroup:
-    """Raises: ValueError if no experts have been spread over ranks."""
-    if name not in _GROUPS:
-        raise ValueError(
-            'expert parallelism: want a model with experts on "ep", from_pretrained(..., mesh=make_mesh(ep=N))'
-        )
-    return _GROUPS[name]
-
-
 class Tables(NamedTuple):
     """Where the copies of each expert of one layer lie, int64, active ones first. Group ranks and slots, -1 where none."""
 

@@ -22,14 +22,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from kimi_k3.parallel.expert_parallel import (
-    GROUP,
     Tables,
     expert_layers,
-    group_of,
     place_experts,
     tables_from_slots,
     weight_names,
 )
+from kimi_k3.parallel.mesh import axis
 from kimi_k3.parallel.placement import EMPTY, ExpertPlacement
 
 CHUNK_BYTES = 4 << 20  # of one message, and of what a rank has on its way at once; a single row may be larger
@@ -39,8 +38,11 @@ BUFFERS = 2
 
 def check_placement(model: nn.Module, plan: ExpertPlacement) -> None:
     """Raise ValueError if a placement does not fit the model's experts and its group of ranks."""
-    layers = expert_layers(model)
-    size = group_of(GROUP).ep.size()
+    layers, mesh = expert_layers(model), getattr(model, "mesh", None)
+    ep = None if mesh is None else axis(mesh, "ep")
+    if not layers or ep is None:
+        raise ValueError('placement: want a model with experts on "ep": from_pretrained(..., mesh=make_mesh(ep=N))')
+    size = ep.size()
     have = (len(layers), size, layers[0].experts.num_experts)
     want = (plan.num_layers, plan.num_workers, plan.num_experts)
     if have != want:

@@ -6,9 +6,8 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from kimi_k3 import KimiK3ForCausalLM, KimiK3Generator, SamplingParams
-from kimi_k3.parallel import make_mesh
+from kimi_k3.parallel import make_mesh, use_placement
 from kimi_k3.parallel.placement import ExpertPlacement
-from kimi_k3.parallel.replication import use_placement
 
 PROMPTS = [[(7 * seed + place * place) % 250 for place in range(3 + 17 * seed)] for seed in range(7)]
 NEW, SMALL = 9, {"max_num_seqs": 2, "num_blocks": 6, "max_tokens_per_step": 64}

@@ -10,9 +10,8 @@ from ranks import run_ranks
 
 import kimi_k3.parallel.replication as replication
 from kimi_k3 import KimiK3ForCausalLM, KimiK3Generator, SamplingParams
-from kimi_k3.parallel import make_mesh
+from kimi_k3.parallel import make_mesh, use_placement
 from kimi_k3.parallel.placement import ExpertPlacement
-from kimi_k3.parallel.replication import use_placement
 
 EXPERTS, LAYERS, SPARE = 896, 4, 32  # the `wide` checkpoint; free slots of a rank
 PROMPTS = [

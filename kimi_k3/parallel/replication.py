@@ -150,11 +150,6 @@ class Transfer:
         self._is_stopped = True
         self._free.release()
 
-    def join(self, seconds: float) -> bool:
-        """Wait for the thread; whether it has ended."""
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
-
     # In the thread.
 
     def _run(self) -> None:
@@ -230,7 +225,7 @@ class Transfer:
         experts, rank = self._experts[layer], self._group.rank()
         for name, rows in buffer.items():
             stack, at = getattr(experts, name).detach(), 0
-            most = max(1, CHUNK_BYTES // max(1, rows[:1].nbytes))
+            most = max(1, CHUNK_BYTES // (stack.nbytes // len(stack)))  # the same on every rank
             for (source, target), pair in itertools.groupby(wanted, key=lambda copy: copy[:2]):
                 slots = [copy.source_slot for copy in pair]
                 for first in range(0, len(slots), most):

@@ -1,5 +1,6 @@
 """Experts change places while the generator serves: the same bits, a lower peak; a change that fails costs nothing."""
 
+import dataclasses
 import time
 
 import numpy as np
@@ -188,6 +189,35 @@ def test_a_change_that_is_blocked_or_broken_is_given_up_and_decoding_goes_on(how
         assert result["longest"] < 1.0  # no step waited for the transfer
     assert "a cable" in results[1]["stats"]["last_error"] or how == "overdue"
     assert "2 of 4 layers switched" in results[0]["stats"]["last_error"]
+
+
+def one_way(folder) -> tuple[bool, int]:
+    """Rank 0 gets copies of 32 experts of rank 1, two rows a message at most; rank 1 gets nothing."""
+    replication.CHUNK_BYTES = 1024
+    model = load(folder, make_mesh(ep=2))
+    use_placement(model, start_plan(2))
+    old = model.expert_placement
+    slots, is_active = old.slots.copy(), old.is_active.copy()
+    slots[:, 0, EXPERTS // 2 :], is_active[:, 0, EXPERTS // 2 :] = np.arange(EXPERTS - SPARE, EXPERTS), True
+    plan = dataclasses.replace(old, slots=slots, is_active=is_active)
+    with generator(model) as gen:
+        expected = round_of(gen)
+        gen.replace_experts(plan, deadline_s=50)
+        while is_running(gen):
+            gen.step()
+        is_same = all(t == u and torch.equal(x, y) for (t, x), (u, y) in zip(round_of(gen), expected, strict=True))
+        for layer in model.model.layers.values():
+            experts = getattr(layer, "block_sparse_moe", None) and layer.block_sparse_moe.experts
+            if experts is not None:  # from now on the copies serve, and what they are copies of does not
+                experts.copy_ranks[EXPERTS - SPARE :, 0] = 0
+                experts.copy_slots[EXPERTS - SPARE :, 0] = torch.arange(EXPERTS // 2, EXPERTS // 2 + SPARE)
+                experts.num_active[EXPERTS - SPARE :] = 1
+        is_same &= all(t == u and torch.equal(x, y) for (t, x), (u, y) in zip(round_of(gen), expected, strict=True))
+        return is_same, gen.stats()["expert_changes"]["moved"]
+
+
+def test_copies_that_travel_one_way_in_small_messages_are_whole(wide_folder):
+    assert run_ranks(2, one_way, wide_folder) == [(True, SPARE * LAYERS), (True, 0)]
 
 
 def refused(folder) -> list[str]:

@@ -93,7 +93,8 @@ def main() -> None:
             "rank_load_after": float(model.expert_placement.imbalance(now).max()),
             "steps_during": len(during), "median_ms_before": median, "longest_ms_before": max(before),
             "median_ms_during": statistics.median(during), "longest_ms_during": max(during),
-            "median_ms_after": statistics.median(after), "longest_during_over_median": max(during) / median,
+            "median_ms_after": statistics.median(after), "longest_before_over_median": max(before) / median,
+            "longest_during_over_median": max(during) / median,
         }))  # fmt: skip
     dist.destroy_process_group()
 

@@ -31,8 +31,10 @@ from kimi_k3.parallel.expert_parallel import (
 from kimi_k3.parallel.mesh import axis
 from kimi_k3.parallel.placement import EMPTY, ExpertPlacement
 
-CHUNK_BYTES = 4 << 20  # of one message, and of what a rank has on its way at once; a single row may be larger
-SHARE_OF_TIME = 0.5  # that the thread works at most: steps keep cores and links
+# A chunk, then a pause, so that steps keep cores and links: 0.8 GB/s a rank at most.
+CHUNK_BYTES = 16 << 20  # of one message, and of what a rank has on its way at once; a single row may be larger
+CHUNK_MESSAGES = 16
+PAUSE_SECONDS = 0.02
 BUFFERS = 2
 
 
@@ -210,14 +212,14 @@ class Transfer:
         """Receive this rank's rows of one layer, and send others theirs. All ranks go through the copies in one order and
         each waits only for earlier ones, so the earliest one that is not done can always be done."""
         pending: list[dist.Work | None] = []
-        pending_bytes, began = 0, time.monotonic()
+        pending_bytes = 0
         for work, num_bytes in self._messages(layer, wanted, buffer):
             pending.append(work)
             pending_bytes += num_bytes
-            if pending_bytes >= CHUNK_BYTES or len(pending) >= 16:
-                self._wait(pending, began)
-                pending, pending_bytes, began = [], 0, time.monotonic()
-        self._wait(pending, began)
+            if pending_bytes >= CHUNK_BYTES or len(pending) >= CHUNK_MESSAGES:
+                self._wait(pending)
+                pending, pending_bytes = [], 0
+        self._wait(pending)
 
     def _messages(
         self, layer: int, wanted: list[_Copy], buffer: dict[str, Tensor]
@@ -241,11 +243,11 @@ class Transfer:
                         sent = stack[some]
                         yield dist.isend(sent, group=self._group, group_dst=target), sent.nbytes
 
-    def _wait(self, pending: list[dist.Work | None], began: float) -> None:
+    def _wait(self, pending: list[dist.Work | None]) -> None:
         for work in pending:
             left = self._deadline - time.monotonic()
             if left <= 0 or self._is_stopped:
                 raise TimeoutError("transfer of experts: its deadline has passed")
             assert work is not None  # this rank is in the group
             work.wait(datetime.timedelta(seconds=left))
-        time.sleep(min((time.monotonic() - began) * (1 / SHARE_OF_TIME - 1), 0.3))
+        time.sleep(PAUSE_SECONDS)

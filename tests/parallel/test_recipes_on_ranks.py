@@ -64,6 +64,15 @@ def test_expert_parallel_generation_prints_every_answer():
 
 
 @pytest.mark.slow
+def test_896_experts_on_any_number_of_ranks_print_the_same(wide_folder):
+    options = ("--model", str(wide_folder), "--max-new-tokens", "12", "--dtype", "float32", "--batch-invariant")
+    one = torchrun(1, "generate_ep.py", *options).stdout
+    assert one.count("--- ") == 5
+    for ranks in (2, 3, 4, 8):
+        assert torchrun(ranks, "generate_ep.py", *options).stdout == one
+
+
+@pytest.mark.slow
 def test_a_rank_that_dies_ends_the_run_with_its_name():
     """One torchrun is one failure domain: the others are stopped, at once."""
     done = torchrun(2, "generate_tp.py", "--model", "/nonexistent", check=False)

@@ -629,13 +629,11 @@ class _Layer:
         load_W, count_W = self.worker_loads(), self.active_WE.sum(1)
         free_W = self.alive_W & (count_W + self.standby_WE.sum(1) < self.capacity)
         for expert in map(int, missing[np.argsort(-self.load_E[missing], kind="stable")]):
-            if self.standby_WE[:, expert].any():
-                candidates_W = self.standby_WE[:, expert]
-            elif (self.host_WE[:, expert] & free_W).any():
-                candidates_W = self.host_WE[:, expert] & free_W
-            else:
-                candidates_W = free_W if free_W.any() else self._expendable().any(1)
-            workers = np.flatnonzero(candidates_W)
+            workers = np.flatnonzero(self.standby_WE[:, expert])
+            if not len(workers):
+                workers = np.flatnonzero(self.host_WE[:, expert] & free_W)
+            if not len(workers):
+                workers = np.flatnonzero(free_W if free_W.any() else self._expendable().any(1))
             if not len(workers):
                 raise NoRoomForExperts(
                     f"after_loss: worker {lost} had the only copies of {len(missing)} experts of a layer, and its "

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.fx.experimental._config as symbolic_shape_config
 from torch import Tensor
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from kimi_k3.cache import PackedBatch
 from kimi_k3_kernels.native import cache_folder
@@ -27,9 +28,12 @@ INDUCTOR_OPTIONS = {"cpp.vec_isa_ok": True}
 def keep_graphs() -> Path:
     """Keep compiled graphs where a later process finds them, and not in /tmp. Returns the folder.
 
-    A TORCHINDUCTOR_CACHE_DIR that is set stays.
+    A TORCHINDUCTOR_CACHE_DIR that is set stays; but torch itself sets it to its own default when it is imported.
     """
-    return Path(os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "graphs")))
+    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    if folder in (None, default_cache_dir()):
+        folder = os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_folder() / "graphs")
+    return Path(folder)
 
 
 @torch.no_grad()

@@ -56,20 +56,21 @@ def symbolic_shapes() -> Iterator[None]:
         yield
 
 
-def mark_dynamic_sizes(
-    running_sum: Tensor, bank: Tensor, depth: Tensor, batch: PackedBatch, pools: tuple[Tensor, ...]
-) -> None:
-    """Name the sizes that vary between calls of one layer: tokens, sequences, blocks and slots."""
+def mark_batch_dynamic(batch: PackedBatch) -> None:
+    """Name the sizes that vary between passes in what all layers read: tokens, sequences, blocks."""
     mark = torch._dynamo.maybe_mark_dynamic
-    mark(running_sum, 0)
-    mark(bank, 1)
     for per_sequence in batch[:5]:
         mark(per_sequence, 0)
     mark(batch.block_tables, [0, 1])
-    if batch.latent_rows is not None:
-        mark(batch.latent_rows, 0)
-    if batch.export_at is not None and batch.export_slots is not None:
-        mark(batch.export_at, 0)
-        mark(batch.export_slots, 0)
+    for per_token in (batch.latent_rows, batch.export_at, batch.export_slots):
+        if per_token is not None:
+            mark(per_token, 0)
+
+
+def mark_layer_dynamic(running_sum: Tensor, bank: Tensor, pools: tuple[Tensor, ...]) -> None:
+    """The same for what each layer has of its own: tokens, blocks and slots."""
+    mark = torch._dynamo.maybe_mark_dynamic
+    mark(running_sum, 0)
+    mark(bank, 1)
     for pool in pools:
         mark(pool, 0)

@@ -15,11 +15,16 @@ Eight hosts of 8 GPUs (the same command on each; tp inside a host, ep over all 6
         --log-dir logs --redirects 3 --tee 3 --local-ranks-filter 0 \
         recipes/generate_ep.py --model /models/kimi-k3 --tp 8 --prompts prompts.txt
 
-A group that has finished its prompts takes part with zero tokens until all have. Answers are printed by rank 0 in the
-order of the prompts, then the load: tokens for each expert, busiest against mean. One torchrun is one failure domain.
+Each group decodes its own prompts together, --rows at once, and takes part with zero tokens when it has none left. Answers
+are printed by rank 0 in the order of the prompts, then the load: tokens for each expert, busiest against mean. With
+--batch-invariant an answer is the same bits for any number of groups and any --rows. One torchrun is one failure domain: a
+rank that stops ends the run after --timeout seconds with an error that names it. torchrun's --max-restarts N then starts
+all ranks anew, from the beginning; with --standalone and gloo that needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the
+environment (torch 2.13).
 """
 
 import argparse
+import os
 import time
 from pathlib import Path
 
@@ -27,9 +32,8 @@ import torch
 import torch.distributed as dist
 
 import kimi_k3
-from kimi_k3 import KimiK3ForCausalLM, KimiK3Tokenizer
+from kimi_k3 import KimiK3ForCausalLM, KimiK3Generator, KimiK3Tokenizer, SamplingParams
 from kimi_k3.parallel import log_of_rank, make_mesh, start
-from kimi_k3.parallel.expert_parallel import InStep, count_experts, expert_counts
 
 DEMO = Path(kimi_k3.__file__).parent / "demo"
 PROMPTS = ["**PROSPERO**", "**MACBETH**", "**MIRANDA**", "**LADY MACBETH**", "**ARIEL**"]
@@ -43,6 +47,8 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tp", type=int, default=1, help="ranks that share tokens; must divide the number of ranks")
+    parser.add_argument("--rows", type=int, default=16, help="prompts that a group decodes at once")
+    parser.add_argument("--batch-invariant", action="store_true")
     parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
     parser.add_argument("--backend", choices=["gloo", "nccl"])
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds that a collective may take")
@@ -55,23 +61,25 @@ def main() -> None:
     dtype = args.dtype if args.dtype == "auto" else getattr(torch, args.dtype)
     model = KimiK3ForCausalLM.from_pretrained(args.model, dtype=dtype, mesh=mesh, progress=False)
     tokenizer = KimiK3Tokenizer.from_pretrained(args.model)
-    log.info("group %d of %d, read %.1f MB", dp.get_local_rank(), dp.size(), model.checkpoint_source.bytes_read / 1e6)
-    count_experts(model)
+    megabytes = model.checkpoint_source.bytes_read / 1e6
+    log.info("process %d, group %d of %d, read %.1f MB", os.getpid(), dp.get_local_rank(), dp.size(), megabytes)
 
     prompts = PROMPTS if args.prompts is None else args.prompts.read_text().splitlines()
-    answers, began = {}, time.perf_counter()
-    with InStep(model):
-        for index in range(dp.get_local_rank(), len(prompts), dp.size()):
-            ids = torch.tensor([tokenizer.encode(prompts[index])], device=device)
-            out = model.generate(
-                ids, max_new_tokens=args.max_new_tokens, temperature=args.temperature, seed=args.seed + index
-            )[0, ids.shape[1] :]
-            answers[index] = tokenizer.decode(out.tolist(), skip_special_tokens=True)
-    log.info("%d prompts in %.2f s", len(answers), time.perf_counter() - began)
+    mine, began = range(dp.get_local_rank(), len(prompts), dp.size()), time.perf_counter()
+    params = [
+        SamplingParams(max_new_tokens=args.max_new_tokens, temperature=args.temperature, seed=args.seed + index)
+        for index in mine
+    ]
+    with KimiK3Generator(
+        model, tokenizer, max_num_seqs=args.rows, batch_invariant=args.batch_invariant, data_parallel=True
+    ) as gen:
+        gen.count_experts()
+        results = gen.generate([tokenizer.encode(prompts[index]) for index in mine], params)
+        counts = gen.expert_counts().double()
+    log.info("%d prompts in %.2f s", len(mine), time.perf_counter() - began)
 
     gathered = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, answers)
-    counts = expert_counts(model, dp.get_group()).double()
+    dist.all_gather_object(gathered, {index: result.text for index, result in zip(mine, results)})
     if dist.get_rank() == 0:
         everything = {index: text for part in gathered for index, text in part.items()}
         for index, prompt in enumerate(prompts):

@@ -15,8 +15,9 @@ Two hosts of 4 (the same command on both; HOST0 is the first one's name):
 
 Each rank reads only its own part of the checkpoint. Every rank computes the same tokens; rank 0 prints them. One torchrun
 with --nproc-per-node N is one failure domain: when a rank dies, the others are stopped, and with --max-restarts all of
-them start anew and generate from the beginning. A rank that is missing from a collective for --timeout seconds ends the
-run with an error that names rank and collective.
+them start anew and generate from the beginning (with --standalone and gloo, torch 2.13 restarts only where the environment
+has TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1). A rank that is missing from a collective for --timeout seconds ends the run
+with an error that names the collective and the missing rank.
 """
 
 import argparse

@@ -1,7 +1,10 @@
 """What a decode step of Kimi K3 costs on 8 to 64 ranks: skew, replicas, a slow rank, a dead one, a larger batch.
 
     python recipes/simulate_cluster.py --hardware h200 --batch 16 --zipf 0.8 --extra 128
+    python recipes/simulate_cluster.py --trace routing.jsonl        # the skew that a run of the model recorded
     python recipes/simulate_cluster.py --validate          # run the model's structure on gloo, keep the errors
+
+--trace reads what `gen.record_trace` writes, and the other forms of kimi_k3.parallel.traces, of 896 experts and 16 choices.
 
 The model: ranks are bulk-synchronous, so a layer takes what its slowest rank takes,
 
@@ -23,6 +26,7 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -34,6 +38,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from kimi_k3.parallel.placement import ExpertPlacement, NoRoomForExperts
+from kimi_k3.parallel.traces import read_trace
 
 VALIDATION = Path(__file__).with_name("simulate_cluster_validation.json")
 # Of the released model; tests/recipes/test_simulate_cluster.py holds them against `kimi-k3 plan`.
@@ -85,6 +90,17 @@ def choice_chances(exponent: float, experts: int, topk: int, seed: int) -> np.nd
     return chance
 
 
+def trace_chances(path: str, samples: int) -> list[np.ndarray]:
+    """[E] of each of `samples` layers, evenly spread over the trace's."""
+    trace = read_trace(path, EXPERTS)
+    counts_LE = trace.counts()
+    tokens_L1 = counts_LE.sum(1, keepdims=True) / TOPK
+    if (counts_LE > tokens_L1).any():
+        raise ValueError(f"--trace: want {TOPK} choices a token, got fewer in {path}")
+    chance_LE = counts_LE / tokens_L1
+    return [chance_LE[layer] for layer in np.linspace(0, len(chance_LE) - 1, samples).round().astype(int)]
+
+
 def rows_and_slots(plan: ExpertPlacement, chance_E: np.ndarray, tokens: int) -> tuple[np.ndarray, np.ndarray]:
     """[W]: rows each rank receives, and how many of its slots are hit; an expert's tokens are split over its copies."""
     tables = plan.tables()
@@ -97,13 +113,14 @@ def rows_and_slots(plan: ExpertPlacement, chance_E: np.ndarray, tokens: int) -> 
 def simulate(
     ranks: int, device: Device, *, batch: int, context: int = 8192, zipf: float = 0.0, extra: int = 0, slow: float = 1.0,
     dead: bool = False, rebalanced: bool = False, tp: int = 8, link: float = 50e9, latency: float = 15e-6,
-    efficiency: float = 0.7, samples: int = 4,
+    efficiency: float = 0.7, samples: int = 4, chances: Sequence[np.ndarray] = (),
 ) -> Cost:  # fmt: skip
     """One decode step of `batch` sequences a rank, at `context` tokens each.
 
     slow: rank 0 takes so many times as long.   dead: one rank is gone, its experts and sequences on the others, as
         failover leaves them at once; rebalanced: and as the next plan levels them.
     extra: replicas a layer.   samples: layers with other hot experts that are averaged.
+    chances: [E] of each layer that is averaged, in place of zipf: the chance that a token chooses an expert.
     """
     memory, operations = device.memory * efficiency, device.operations * efficiency
     share = batch * ranks / (ranks - dead)
@@ -111,8 +128,8 @@ def simulate(
     cached = share * (2 * STATE_BYTES + tp * LATENT_BYTES * context)
     trunk = (TRUNK_BYTES[tp] + cached) / LAYERS / memory
     totals = np.zeros(4)
-    for seed in range(samples):
-        chance_E = choice_chances(zipf, EXPERTS, TOPK, seed)
+    layers = list(chances) or [choice_chances(zipf, EXPERTS, TOPK, seed) for seed in range(samples)]
+    for chance_E in layers:
         if extra:
             plan = ExpertPlacement.balanced(chance_E, ranks, active_slots=EXPERTS + extra)
         else:
@@ -131,7 +148,7 @@ def simulate(
         network = 2 * latency + busiest * (DISPATCH_BYTES + COMBINE_BYTES) / link
         shown_trunk = trunk * (slow if slow > 1 else 1)
         totals += [shown_trunk, whole - shown_trunk, network, rows_W.max() / rows_W[np.array(plan.alive)].mean()]
-    trunk_s, experts_s, network_s, imbalance = totals / samples
+    trunk_s, experts_s, network_s, imbalance = totals / len(layers)
     return Cost(trunk_s * LAYERS, experts_s * LAYERS, network_s * LAYERS, imbalance)
 
 
@@ -266,6 +283,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16, help="sequences a rank (default: %(default)s)")
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--zipf", type=float, default=0.8, help="skew of the experts (default: %(default)s)")
+    parser.add_argument("--trace", metavar="FILE", help="recorded routing, in place of --zipf")
     parser.add_argument("--extra", type=int, default=128, help="replicas a layer (default: %(default)s)")
     parser.add_argument("--slow", type=float, default=2.0, help="times as long, one rank (default: %(default)s)")
     parser.add_argument("--link", type=float, default=50, help="GB/s of a rank, assumed (default: %(default)s)")
@@ -285,9 +303,10 @@ def main() -> None:
         "batch": args.batch, "context": args.context, "tp": args.tp, "link": args.link * 1e9, "latency": args.latency * 1e-6,
         "efficiency": args.efficiency,
     }  # fmt: skip
-    skew, level = {"zipf": args.zipf}, {"zipf": args.zipf, "extra": args.extra}
+    skew = {"chances": trace_chances(args.trace, samples=4)} if args.trace else {"zipf": args.zipf}
+    level = skew | {"extra": args.extra}
     variants = {
-        "uniform": {}, f"zipf {args.zipf}": skew, f"+{args.extra} replicas": level,
+        "uniform": {}, "trace" if args.trace else f"zipf {args.zipf}": skew, f"+{args.extra} replicas": level,
         f"  one rank {args.slow} x": level | {"slow": args.slow}, "  one rank dead": level | {"dead": True},
         "  and rebalanced": level | {"dead": True, "rebalanced": True},
         "  batch doubled": level | {"batch": 2 * args.batch},

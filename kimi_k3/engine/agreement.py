@@ -7,11 +7,15 @@ the same requests, index and schedule; logits are equal on all ranks, so tokens 
 from __future__ import annotations
 
 import hashlib
+import math
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from kimi_k3.parallel.collectives import named
 
 if TYPE_CHECKING:
     from kimi_k3.modeling_kimi_k3 import KimiK3ForCausalLM
@@ -20,11 +24,13 @@ SAMPLES = 64  # values of each weight that its digest reads
 
 
 class Agreement:
-    """Of the ranks of `model.mesh`; without one, of this process alone, at no cost."""
+    """Of the ranks of `model.mesh`, or of its "tp" alone (of_tp); without a mesh, of this process alone, at no cost."""
 
-    def __init__(self, model: KimiK3ForCausalLM) -> None:
+    def __init__(self, model: KimiK3ForCausalLM, *, of_tp: bool = False) -> None:
         mesh: Any = getattr(model, "mesh", None)
         self.size = 1 if mesh is None else mesh.size()
+        self.all: dist.ProcessGroup | None = None if mesh is None else dist.group.WORLD
+        self.group = self.all
         self.device = model.device
         self.tp_rank, self.tp_size = 0, 1
         if mesh is not None:
@@ -37,13 +43,19 @@ class Agreement:
             tp = axis(mesh, "tp")
             if tp is not None:
                 self.tp_rank, self.tp_size = tp.get_local_rank(), tp.size()
+            if of_tp:
+                self.size, self.group = self.tp_size, None if tp is None else tp.get_group()
+
+    def naming(self, what: str) -> AbstractContextManager[None]:
+        """A collective that fails inside, compiled ones too, is an error that names ranks."""
+        return nullcontext() if self.all is None else named(what, self.all, only_collectives=True)
 
     def least(self, values: list[int]) -> list[int]:
         """The smallest of each value over the ranks."""
         if self.size == 1 or not values:
             return values
         tensor = torch.tensor(values, dtype=torch.int64, device=self.device)
-        dist.all_reduce(tensor, dist.ReduceOp.MIN)
+        _reduce(tensor, dist.ReduceOp.MIN, self.group)
         return tensor.tolist()
 
     def most(self, values: list[int]) -> list[int]:
@@ -54,19 +66,50 @@ class Agreement:
 
         The same on every rank and for every parallel degree. Parameters that are offloaded are told by shape alone.
         """
-        named = sorted(model.named_parameters())
-        sampled_PS = torch.full((len(named), SAMPLES), -torch.inf, dtype=torch.float64)
+        parameters = sorted(model.named_parameters())
+        sampled_PS = torch.full((len(parameters), SAMPLES), -torch.inf, dtype=torch.float64)
         digest = hashlib.sha256()
-        for row, (name, parameter) in enumerate(named):
-            digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
-            if not parameter.is_meta and parameter.numel():
+        for row, (name, parameter) in enumerate(parameters):
+            owner: Any = model.get_submodule(name.rpartition(".")[0])
+            # Slots of a placement hold experts in any order; what is told is each expert.
+            is_placed = hasattr(owner, "copy_ranks") and not hasattr(parameter, "to_local")
+            shape = (owner.num_experts, *parameter.shape[1:]) if is_placed else tuple(parameter.shape)
+            digest.update(f"{name} {shape} {parameter.dtype}".encode())
+            if is_placed:
+                _sample_slots(parameter.detach(), owner, sampled_PS[row])
+            elif not parameter.is_meta and parameter.numel():
                 _sample_local(parameter.detach(), sampled_PS[row])
-        if self.size > 1:
+        if self.all is not None:
             shared = sampled_PS.to(self.device)
-            dist.all_reduce(shared, dist.ReduceOp.MAX)
+            _reduce(shared, dist.ReduceOp.MAX, self.all)
             sampled_PS = shared.cpu()
         digest.update(sampled_PS.numpy().tobytes())
         return digest.hexdigest()
+
+
+def _reduce(tensor: Tensor, kind: Any, group: dist.ProcessGroup | None) -> None:
+    assert group is not None
+    with named("agreement of the engine (all_reduce)", group):
+        dist.all_reduce(tensor, kind, group=group)
+
+
+def _places(shape: list[int]) -> list[Tensor]:
+    """[SAMPLES] indices for each dimension: evenly spread values of a tensor."""
+    rest = torch.arange(SAMPLES) * math.prod(shape) // SAMPLES
+    places: list[Tensor] = []
+    for size in reversed(shape):
+        places.insert(0, rest % size)
+        rest = rest // size
+    return places
+
+
+def _sample_slots(slots: Tensor, experts: Any, out_S: Tensor) -> None:
+    """`_sample_local` for slots that a placement fills: of each expert, its first copy's rank writes."""
+    expert, *rest = _places([experts.num_experts, *slots.shape[1:]])
+    owner, slot = experts.copy_ranks[:, 0].cpu()[expert], experts.copy_slots[:, 0].cpu()[expert]
+    is_here = owner == dist.get_rank()
+    picked = tuple(place[is_here].to(slots.device) for place in (slot, *rest))
+    out_S[is_here] = slots[picked].double().cpu()
 
 
 def _sample_local(parameter: Tensor, out_S: Tensor) -> None:
@@ -80,12 +123,7 @@ def _sample_local(parameter: Tensor, out_S: Tensor) -> None:
             first[placement.dim] += chunk * mesh.get_local_rank(mesh_dim)
     if hasattr(parameter, "to_local"):
         local = parameter.to_local()
-    rest = torch.arange(SAMPLES) * parameter.numel() // SAMPLES
-    places: list[Tensor] = []
-    for size in reversed(shape):
-        places.insert(0, rest % size)
-        rest = rest // size
-    places = [place - start for place, start in zip(places, first)]
+    places = [place - start for place, start in zip(_places(shape), first)]
     is_here = torch.ones(SAMPLES, dtype=torch.bool)
     for place, size in zip(places, local.shape):
         is_here &= (place >= 0) & (place < size)

@@ -17,8 +17,10 @@ from torch import Tensor
 
 from kimi_k3.cache import BLOCK_SIZE
 from kimi_k3.engine.agreement import Agreement
+from kimi_k3.engine.expert_changes import ExpertChanges
 from kimi_k3.engine.expert_counts import ExpertCounts
 from kimi_k3.engine.metrics import expert_metrics, exposition, metrics_of
+from kimi_k3.engine.other_groups import OtherGroups
 from kimi_k3.engine.prefix_index import chain
 from kimi_k3.engine.request import GenerationResult, Request, RequestOutput, TokenLogprobs
 from kimi_k3.engine.residency import REFRESH_STEPS, Residency
@@ -30,6 +32,7 @@ from kimi_k3.sampling import SamplingParams, fresh_seed, penalize, sample
 
 if TYPE_CHECKING:
     from kimi_k3.modeling_kimi_k3 import KimiK3ForCausalLM
+    from kimi_k3.parallel.placement import ExpertPlacement
     from kimi_k3.tokenization_kimi_k3 import KimiK3Tokenizer
 
 LOOK_PAST = 64  # requests in line beyond the free seats that a step considers
@@ -53,13 +56,16 @@ class KimiK3Generator:
         scheduler: "dependency_aware" or "fcfs".
         tiers: HostTier, DiskTier, RemoteTier: where evicted and parked states go, nearest first.
         batch_invariant: bitwise equal results in any batch, at some cost; sets the model's mode until `close`.
+        data_parallel: on a mesh with experts on "ep", each "dp" group of ranks runs the requests that it is given, with its
+            own memory, and takes part in the others' steps with zero tokens when it has none. All ranks call `generate`,
+            or `step` while `has_unfinished()`, equally often. Without it every rank is given the same requests.
     """
 
     def __init__(
         self, model: KimiK3ForCausalLM, tokenizer: KimiK3Tokenizer | None = None, *, max_num_seqs: int = 64,
         max_tokens_per_step: int = 2048, memory: int | str = "auto", num_blocks: int | None = None,
         block_size: int = BLOCK_SIZE, prefix_cache: bool = True, scheduler: str = "dependency_aware",
-        tiers: Sequence[Any] = (), batch_invariant: bool = False,
+        tiers: Sequence[Any] = (), batch_invariant: bool = False, data_parallel: bool = False,
     ) -> None:  # fmt: skip
         for name, value in (("max_num_seqs", max_num_seqs), ("max_tokens_per_step", max_tokens_per_step),
                             ("block_size", block_size)):  # fmt: skip
@@ -78,7 +84,9 @@ class KimiK3Generator:
         self.max_num_seqs, self.max_tokens_per_step, self.block_size = max_num_seqs, max_tokens_per_step, block_size
         self.prefix_cache, self.scheduler = prefix_cache, scheduler
         self._schedule = SCHEDULERS[scheduler]
-        self.agreement = Agreement(model)
+        self.agreement = Agreement(model, of_tp=data_parallel)
+        self.others = OtherGroups(model) if data_parallel else None
+        self.expert_changes = ExpertChanges(model)
         self.counts: Counter[str] = Counter()
         self._requests: dict[int, Request] = {}  # not finished, in order of arrival
         self.memory = Residency(
@@ -184,6 +192,7 @@ class KimiK3Generator:
         with self._lock:
             self._refuse_if_closed()
             started = time.perf_counter()
+            self.expert_changes.at_step_boundary(self.num_steps)
             timed = [r for r in self._requests.values() if r.deadline < float("inf")]
             is_late = self.agreement.most([int(r.deadline < time.monotonic()) for r in timed])
             for request in [r for r, late in zip(timed, is_late) if late]:
@@ -193,6 +202,9 @@ class KimiK3Generator:
                 outputs += self._run_scheduled()
                 more, self._finished_outputs = self._finished_outputs, []
                 outputs += more
+                self.num_steps += 1
+            elif self.others is not None:
+                self._forward([])
                 self.num_steps += 1
             self._step_seconds += time.perf_counter() - started
             for output in outputs:
@@ -224,18 +236,24 @@ class KimiK3Generator:
         pieces = [piece for piece in prepared if piece is not None]
         repeats = [p for p in pieces if p.tokens == 0]
         pieces = self.memory.with_exports([p for p in pieces if p.tokens])
-        outputs = []
-        if pieces:
-            forward_started = time.perf_counter()
-            hidden_RD, logits_RV = self.runner.run(pieces)
-            self._forward_seconds += time.perf_counter() - forward_started
-            outputs = self._commit(pieces, hidden_RD, logits_RV)
+        outputs = self._forward(pieces)
         if repeats:
             hidden_RD = torch.stack([p.request.hidden for p in repeats if p.request.hidden is not None])
             outputs += self._sample([p.request for p in repeats], self.model.head_logits(hidden_RD))
             for piece in repeats:
                 piece.request.hidden = None
         return outputs
+
+    def _forward(self, pieces: list[Piece]) -> list[RequestOutput]:
+        with self.agreement.naming("a collective of the forward pass"):
+            if self.others is not None:
+                self.others.step(bool(pieces), bool(self._requests))
+            if not pieces:
+                return []
+            forward_started = time.perf_counter()
+            hidden_RD, logits_RV = self.runner.run(pieces)
+            self._forward_seconds += time.perf_counter() - forward_started
+        return self._commit(pieces, hidden_RD, logits_RV)
 
     def _next_in_line(self, running: list[Request]) -> list[Request]:
         """Those who wait and can be of interest now: as many as there are seats, and some more for those held back."""
@@ -451,7 +469,9 @@ class KimiK3Generator:
             raise ValueError(f"generate: want one SamplingParams or {len(prompts)}, got {len(many)}")
         rids = [self.add(prompt, one, **options) for prompt, one in zip(prompts, many)]
         wanted = [[rid + i for i in range(1 if p is None else p.n)] for rid, p in zip(rids, many)]
-        while any(rid in self._requests for group in wanted for rid in group):
+        if self.others is not None:
+            self.others.is_busy = True  # until a step has told
+        while any(rid in self._requests for group in wanted for rid in group) or self._are_others_busy():
             self.step()
         return [self._collect(group) for group in wanted]
 
@@ -466,7 +486,11 @@ class KimiK3Generator:
         return samples[0]
 
     def has_unfinished(self) -> bool:
-        return bool(self._requests or self._finished_outputs)
+        """Whether `step` has something to do or to tell; with data_parallel, for any group at the last step."""
+        return bool(self._requests or self._finished_outputs) or self._are_others_busy()
+
+    def _are_others_busy(self) -> bool:
+        return self.others is not None and self.others.is_busy
 
     def stream(self, prompt: Any, params: SamplingParams | None = None, **options: Any) -> Iterator[RequestOutput]:
         """The outputs of one request as they come; others go on beside it. Closing the iterator aborts the request."""
@@ -499,6 +523,8 @@ class KimiK3Generator:
     def _listen(self, prompt: Any, params: SamplingParams | None, options: dict[str, Any]) -> int:
         if params is not None and params.n != 1:
             raise ValueError(f"stream: want n == 1, got {params.n}")
+        if self.others is not None:
+            raise ValueError("stream: with data_parallel all ranks step equally often: want add and step")
         with self._lock:
             rid = self.add(prompt, params, **options)
             self._listeners[rid] = []
@@ -529,6 +555,7 @@ class KimiK3Generator:
             for request in list(self._requests.values()):
                 self._finish(request, "abort", is_published=False)
             self.memory.close()
+            self.expert_changes.close()
             self.model.set_batch_invariant(self._was_invariant)
             self.record_trace(None)
             self._is_closed = True
@@ -562,11 +589,12 @@ class KimiK3Generator:
                     out[name] = {q: recent[min(len(recent) - 1, int(len(recent) * q / 100))] for q in (50, 95, 99)}
             if self.tiers is not None:
                 out["tiers"] = self.tiers.stats()
+            out["expert_changes"] = self.expert_changes.stats()
             return out
 
     def prometheus(self, all_experts: bool = False) -> str:
         """`stats` and, where they are counted, expert counts as Prometheus text; all_experts: not just the hottest few."""
-        metrics = metrics_of(self.stats())
+        metrics = metrics_of(self.stats()) + self.expert_changes.metrics()
         experts = self.runner.experts
         if experts is not None:
             hottest = None if all_experts else 4
@@ -581,14 +609,30 @@ class KimiK3Generator:
             self.runner.experts = ExpertCounts(self.model) if is_on else None
 
     def expert_counts(self) -> Tensor:
-        """[MoE layers, E] int64 on the CPU since `count_experts`: a row adds up to tokens that ran x experts per token.
+        """[MoE layers, E] int64 on the CPU since `count_experts`: a row adds up to tokens that ran x experts per token. With
+        data_parallel those of all groups: every rank calls it.
 
         Raises: ValueError unless they are being counted.
         """
         with self._lock:
             if self.runner.experts is None:
                 raise ValueError("expert_counts: experts are not counted; call count_experts() first")
-            return self.runner.experts.counts.cpu()
+            counts = self.runner.experts.counts
+            return (counts if self.others is None else self.others.sum(counts)).cpu()
+
+    def replace_experts(self, placement: ExpertPlacement, *, deadline_s: float = 30.0) -> None:
+        """Begin to move the experts to another placement, while steps go on as before. Every rank calls it between the same
+        two steps, with the same placement; `use_placement` came before.
+
+        Copies travel in the background, and each layer switches at a step boundary, at the same step on every rank. No
+        output changes. `stats()["expert_changes"]` and `prometheus` tell when it completed; one that fails or has not
+        completed after `deadline_s` seconds is given up and counted: layers not yet switched stay as they were.
+        `model.expert_placement` is the placement in use.
+        Raises: ValueError if it does not fit, differs between ranks, or another change is under way.
+        """
+        with self._lock:
+            self._refuse_if_closed()
+            self.expert_changes.start(placement, deadline_s)
 
     def record_trace(self, path: str | Path | None) -> None:
         """Write the experts of each following forward's tokens to `path`, in the form of `kimi_k3.parallel.traces`; None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,34 +15,99 @@ from torch import Tensor
 
 functional = torch.ops._c10d_functional
 
+# After a failure, how long a rank waits for the others to report theirs: all that wait for a rank which does not come time
+# out within the skew of a step; a closed connection is noticed in milliseconds.
+GRACE_AFTER_TIMEOUT, GRACE_AFTER_CLOSE = 2.0, 0.3
+STALE_SECONDS = 5.0
+
 
 class CollectiveError(RuntimeError):
-    """A collective that failed or timed out, with the rank and the collective's name."""
+    """A collective that failed or timed out: which rank says so, the collective's name, and the ranks that are missing.
+
+    missing: ranks of the whole process group that have not reported a failure too: stopped, dead or elsewhere. None where
+        the store that ranks report to does not answer.
+    """
+
+    missing: list[int] | None = None
 
 
 @contextmanager
-def named(what: str, group: dist.ProcessGroup) -> Iterator[None]:
-    """Say which rank failed in which collective, and after how long."""
+def named(what: str, group: dist.ProcessGroup, *, only_collectives: bool = False) -> Iterator[None]:
+    """Say which rank failed in which collective, after how long, and who is missing.
+
+    only_collectives: other errors pass as they are; for a block that does more than one collective.
+    """
     start = time.monotonic()
     try:
         yield
+    except CollectiveError:
+        raise
     except RuntimeError as error:
+        text = str(error)
+        if only_collectives and not (isinstance(error, dist.DistError) or "gloo" in text):
+            raise
         seconds = time.monotonic() - start
-        ranks = dist.get_process_group_ranks(group)
-        raise CollectiveError(
-            f"rank {dist.get_rank()}: {what} among ranks {ranks} failed after {seconds:.1f} s; a rank that is dead, or has "
-            f"not entered it, is the usual cause: {str(error).splitlines()[0]}"
-        ) from error
+        is_timeout = "imed out" in text or "timeout" in text
+        missing, elsewhere = _missing_ranks(what, seconds, GRACE_AFTER_TIMEOUT if is_timeout else GRACE_AFTER_CLOSE)
+        if missing is None:
+            who = "the store does not answer, so who is missing is unknown"
+        elif missing:
+            who = f"missing: rank {', '.join(map(str, missing))} (stopped, dead, or not in a collective)"
+        else:
+            who = "no rank is missing"
+        places = "".join(f"; rank {rank} failed in: {where}" for rank, where in elsewhere.items())
+        failure = CollectiveError(
+            f"rank {dist.get_rank()}: {what} among ranks {dist.get_process_group_ranks(group)} failed after "
+            f"{seconds:.1f} s; {who}{places}; {text.splitlines()[0]}"
+        )
+        failure.missing = missing
+        raise failure from error
+
+
+def _missing_ranks(what: str, seconds: float, grace: float) -> tuple[list[int] | None, dict[int, str]]:
+    """Report this rank's failure; then the ranks that did not report theirs in time, and where others failed, if not here."""
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    reports: dict[int, str] = {}
+    has_answered = threading.Event()
+
+    def exchange() -> None:  # in a thread, because a store whose host has stopped does not answer
+        store.set(f"failed/{rank}", json.dumps([time.time(), what]))
+        reports[rank] = what
+        oldest, until = time.time() - seconds - STALE_SECONDS, time.monotonic() + grace
+        while time.monotonic() < until and len(reports) < dist.get_world_size():
+            for other in range(dist.get_world_size()):
+                if other not in reports and store.check([f"failed/{other}"]):
+                    at, where = json.loads(store.get(f"failed/{other}"))
+                    if at > oldest:
+                        reports[other] = where
+            time.sleep(0.02)
+        has_answered.set()
+
+    threading.Thread(target=exchange, name="report of a failure", daemon=True).start()
+    if not has_answered.wait(grace + 1.0):
+        return None, {}
+    elsewhere = {other: where for other, where in sorted(reports.items()) if where != what}
+    return [other for other in range(dist.get_world_size()) if other not in reports], elsewhere
+
+
+def _group(name: Any) -> dist.ProcessGroup:
+    return dist.distributed_c10d._resolve_process_group(name)
 
 
 def all_reduce(x: Tensor, group_name: str) -> Tensor:
     """The sum over the ranks of a group, a new tensor. All ranks get the same bits."""
-    return functional.wait_tensor(functional.all_reduce(x.contiguous(), "sum", group_name))
+    if torch.compiler.is_compiling():
+        return functional.wait_tensor(functional.all_reduce(x.contiguous(), "sum", group_name))
+    with named("sum over ranks (all_reduce)", _group(group_name)):
+        return functional.wait_tensor(functional.all_reduce(x.contiguous(), "sum", group_name))
 
 
 def all_gather_rows(x: Tensor, group_name: str, size: int) -> Tensor:
     """The ranks' tensors, all of one shape, one after another along dimension 0."""
-    return functional.wait_tensor(functional.all_gather_into_tensor(x.contiguous(), size, group_name))
+    if torch.compiler.is_compiling():
+        return functional.wait_tensor(functional.all_gather_into_tensor(x.contiguous(), size, group_name))
+    with named("gather over ranks (all_gather)", _group(group_name)):
+        return functional.wait_tensor(functional.all_gather_into_tensor(x.contiguous(), size, group_name))
 
 
 def sum_in_order(x: Tensor, group_name: str, size: int) -> Tensor:

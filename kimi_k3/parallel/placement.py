@@ -275,6 +275,19 @@ class ExpertPlacement:
             raise ValueError(f"with_worker: worker: want a lost one below {self.num_workers}, got {worker}")
         return replace(self, alive=(*self.alive[:worker], True, *self.alive[worker + 1 :]))
 
+    def with_layers_of(self, other: ExpertPlacement, num_layers: int) -> ExpertPlacement:
+        """This placement, the first `num_layers` layers as in `other`, which has the same shapes: a change under way."""
+        slots, is_active = self.slots.copy(), self.is_active.copy()
+        slots[:num_layers], is_active[:num_layers] = other.slots[:num_layers], other.is_active[:num_layers]
+        is_promised = self.survives_a_domain and other.survives_a_domain
+        return replace(self, slots=slots, is_active=is_active, survives_a_domain=is_promised)
+
+    def is_same_in(self, other: ExpertPlacement, layer: int) -> bool:
+        """Whether a layer has the same copies in the same slots."""
+        return bool(
+            (self.slots[layer] == other.slots[layer]).all() and (self.is_active[layer] == other.is_active[layer]).all()
+        )
+
     # What others read.
 
     def workers_of(self, expert: int, layer: int = 0) -> list[int]:
@@ -331,13 +344,16 @@ class ExpertPlacement:
         before_device, before_host = self._copies(previous.slots) > 0, self._copies(previous.host) > 0
         reachable = (before_device | before_host) & np.array(self.alive)[:, None]
         moves = []
-        for table, before in ((self.slots, previous.slots), (self.host, previous.host)):
-            for layer, worker, slot in np.argwhere(table != EMPTY):
+        width = previous.slots.shape[2]
+        stays = np.zeros(self.slots.shape, bool)  # what is there already, and needs no other class
+        stays[..., :width] = (self.slots[..., :width] == previous.slots) & (
+            previous.is_active | ~self.is_active[..., :width]
+        )
+        for table, is_kept in ((self.slots, stays), (self.host, np.zeros(self.host.shape, bool))):
+            for layer, worker, slot in np.argwhere((table != EMPTY) & ~is_kept):
                 expert = int(table[layer, worker, slot])
                 is_device = table is self.slots
-                if is_device and slot < before.shape[2] and before[layer, worker, slot] == expert:
-                    if previous.is_active[layer, worker, slot] or not self.is_active[layer, worker, slot]:
-                        continue
+                if is_device and slot < width and previous.slots[layer, worker, slot] == expert:
                     source, origin = "standby", None
                 elif not is_device and before_host[layer, worker, expert]:
                     continue
@@ -484,9 +500,11 @@ class _Layer:
         score_W = np.where(lacks_W & free_W, load_W, np.inf)
         lowest = score_W.min()
         if lowest < np.inf:
-            taken = set(self.domain_W[has_W].tolist())
-            least = (score_W == lowest).nonzero()[0].tolist()
-            worker = min(least, key=lambda worker: (self.domain_W[worker] in taken, count_W[worker], worker))
+            least = (score_W == lowest).nonzero()[0]
+            if len(least) > 1:
+                is_taken = (self.domain_W[least, None] == self.domain_W[has_W]).any(1)
+                least = least[np.lexsort((count_W[least], is_taken))]  # stable: of equals the first
+            worker = int(least[0])
             self.active_WE[worker, expert] = True
             load_W[worker] += shares_E[expert]
             count_W[worker] += 1
@@ -608,27 +626,32 @@ class _Layer:
 
     def restore_missing(self, lost: int) -> None:
         missing = np.flatnonzero(~self.active_WE.any(0))
-        for expert in missing[np.argsort(-self.load_E[missing], kind="stable")]:
-            load_W, count_W = self.worker_loads(), self.active_WE.sum(1)
-            free_W = self.alive_W & (self.active_WE.sum(1) + self.standby_WE.sum(1) < self.capacity)
-            for candidates_W in (
-                self.standby_WE[:, expert], self.host_WE[:, expert] & free_W, free_W, self._expendable().any(1)
-            ):  # fmt: skip
-                if candidates_W.any():
-                    workers = np.flatnonzero(candidates_W)
-                    worker = int(workers[np.lexsort((workers, count_W[workers], load_W[workers]))[0]])
-                    break
-            else:
+        load_W, count_W = self.worker_loads(), self.active_WE.sum(1)
+        free_W = self.alive_W & (count_W + self.standby_WE.sum(1) < self.capacity)
+        for expert in map(int, missing[np.argsort(-self.load_E[missing], kind="stable")]):
+            workers = np.flatnonzero(self.standby_WE[:, expert])
+            if not len(workers):
+                workers = np.flatnonzero(self.host_WE[:, expert] & free_W)
+            if not len(workers):
+                workers = np.flatnonzero(free_W if free_W.any() else self._expendable().any(1))
+            if not len(workers):
                 raise NoRoomForExperts(
                     f"after_loss: worker {lost} had the only copies of {len(missing)} experts of a layer, and its "
-                    f"survivors have no slot left for expert {int(expert)}: want a capacity above {self.capacity}"
+                    f"survivors have no slot left for expert {expert}: want a capacity above {self.capacity}"
                 )
-            if not self.standby_WE[worker, expert] and not free_W[worker]:
+            worker = int(workers[np.lexsort((workers, count_W[workers], load_W[workers]))[0]])
+            is_evicting = not self.standby_WE[worker, expert] and not free_W[worker]
+            if is_evicting:
                 spare = np.flatnonzero(self._expendable()[worker])
                 victim = int(spare[self.load_E[spare].argmin()])
                 self.active_WE[worker, victim] = self.standby_WE[worker, victim] = False
             self.standby_WE[worker, expert] = self.host_WE[worker, expert] = False
             self.active_WE[worker, expert] = True
+            load_W[worker] += self.load_E[expert]  # its first active copy
+            count_W[worker] += 1
+            if is_evicting:  # what a replica leaves goes to the others of its expert
+                load_W, count_W = self.worker_loads(), self.active_WE.sum(1)
+            free_W[worker] = count_W[worker] + self.standby_WE[worker].sum() < self.capacity
         # A replica that was put where the worker's own host copy lies replaces it.
         self.host_WE &= ~self.active_WE
 

@@ -238,12 +238,14 @@ def recompiles(folder, is_parallel: bool) -> list[int]:
     for layer in model.model.layers.values():
         layer.compile(backend="aot_eager", fullgraph=True)
     model.model.has_compiled_layers = True
-    ids, seen = sequences()[1], []
+    ids, seen, logits = sequences()[1], [], []
     with torch.no_grad():
         for seed in (None, 2, 3) if is_parallel else (None,):
             if seed is not None:
                 place(model, seed)
-            assert torch.equal(model(ids).logits, eager(ids).logits)
+            logits.append(model(ids).logits)
+            assert torch.equal(logits[0], logits[-1])  # a placement changes no bit; compiling may round anew
+            torch.testing.assert_close(logits[-1], eager(ids).logits, atol=1.2e-4, rtol=0)
             seen.append(counters["stats"]["unique_graphs"])
     assert not counters["graph_break"]
     return seen

@@ -1,8 +1,12 @@
 """The recipes that torchrun starts, as their docstrings say."""
 
 import json
+import os
+import re
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,11 +17,15 @@ TEXT = (
 )
 
 
-def torchrun(ranks: int, recipe: str, *arguments: str, check: bool = True) -> subprocess.CompletedProcess:
+def command(ranks: int, recipe: str, *arguments: str, timeout: int = 30, restarts: int = 0) -> list[str]:
     # --standalone: torchrun's own free port
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += [str(ROOT / "recipes" / recipe), "--backend", "gloo", "--timeout", "30", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    torchrun += ["--max-restarts", str(restarts)]
+    return [*torchrun, str(ROOT / "recipes" / recipe), "--backend", "gloo", "--timeout", str(timeout), *arguments]
+
+
+def torchrun(ranks: int, recipe: str, *arguments: str, check: bool = True) -> subprocess.CompletedProcess:
+    done = subprocess.run(command(ranks, recipe, *arguments), capture_output=True, text=True, cwd=ROOT)
     assert not check or done.returncode == 0, done.stderr[-3000:]
     return done
 
@@ -48,7 +56,7 @@ def test_the_score_does_not_depend_on_the_ranks(tmp_path):
 
 @pytest.mark.slow
 def test_expert_parallel_generation_prints_every_answer():
-    options = ("--max-new-tokens", "6", "--dtype", "float32")
+    options = ("--max-new-tokens", "6", "--dtype", "float32", "--batch-invariant")
     one = torchrun(1, "generate_ep.py", *options).stdout
     assert one.count("--- ") == 5 and "expert load, busiest / mean" in one
     assert torchrun(3, "generate_ep.py", *options).stdout == one
@@ -56,7 +64,73 @@ def test_expert_parallel_generation_prints_every_answer():
 
 
 @pytest.mark.slow
+def test_896_experts_on_any_number_of_ranks_print_the_same(wide_folder):
+    options = ("--model", str(wide_folder), "--max-new-tokens", "12", "--dtype", "float32", "--batch-invariant")
+    one = torchrun(1, "generate_ep.py", *options).stdout
+    assert one.count("--- ") == 5
+    for ranks in (2, 3, 4, 8):
+        assert torchrun(ranks, "generate_ep.py", *options).stdout == one
+
+
+@pytest.mark.slow
 def test_a_rank_that_dies_ends_the_run_with_its_name():
     """One torchrun is one failure domain: the others are stopped, at once."""
     done = torchrun(2, "generate_tp.py", "--model", "/nonexistent", check=False)
     assert done.returncode != 0 and "/nonexistent" in done.stderr
+
+
+def test_replication_while_serving_levels_the_ranks(wide_folder):
+    out = torchrun(2, "replicate_experts.py", "--model", str(wide_folder), "--spare", "32", "--steps", "15").stdout
+    report = json.loads(out.splitlines()[-1])
+    assert report["completed"] and report["copies_moved"] > 0 and report["steps_during"] >= 1
+    assert report["rank_load_before"] > 1.15 > report["rank_load_after"]
+
+
+def signal_rank_1(
+    ranks: int, signal_number: int, *options: str, restarts: int = 0, timeout: int = 30
+) -> tuple[int, str, str]:
+    """Run generate_ep under torchrun; once it generates, send rank 1 a signal. A stopped rank goes on when another failed."""
+    options = ("--max-new-tokens", "400", "--dtype", "float32", "--batch-invariant", *options)
+    environment = {
+        **os.environ,
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }  # restarts with gloo want it, see the recipe
+    arguments = command(ranks, "generate_ep.py", *options, restarts=restarts, timeout=timeout)
+    run = subprocess.Popen(
+        arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment
+    )  # fmt: skip
+    assert run.stdout is not None and run.stderr is not None
+    lines, pid = [], None
+    killer = threading.Timer(150, run.kill)
+    killer.start()
+    for line in run.stderr:
+        lines.append(line)
+        started = re.search(r"\[rank 1 of \d+\] process (\d+), group", line)
+        if started and pid is None:
+            pid = int(started[1])
+            threading.Timer(1.0, os.kill, (pid, signal_number)).start()
+        if "CollectiveError" in line and signal_number == signal.SIGSTOP and pid is not None:
+            os.kill(pid, signal.SIGCONT)
+    out = run.stdout.read()
+    killer.cancel()
+    return run.wait(), out, "".join(lines)
+
+
+@pytest.mark.slow
+def test_a_killed_rank_restarts_the_run(tmp_path):
+    expected = torchrun(
+        2, "generate_ep.py", "--max-new-tokens", "400", "--dtype", "float32", "--batch-invariant"
+    ).stdout
+    code, out, errors = signal_rank_1(2, signal.SIGKILL, restarts=1)
+    assert code == 0 and errors.count("[rank 1 of 2] process") == 2, errors[-3000:]
+    assert out == expected
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_is_named(tmp_path):
+    code, _, errors = signal_rank_1(3, signal.SIGSTOP, timeout=3)
+    assert code != 0
+    for rank in (0, 2):
+        assert re.search(rf"CollectiveError: rank {rank}: .*\(all_\w+\) among ranks .* missing: rank 1 \(", errors), (
+            errors[-3000:]
+        )

@@ -13,6 +13,7 @@ import simulate_cluster as sim
 from kimi_k3.configuration_kimi_k3 import KimiK3Config
 from kimi_k3.parallel.cluster_plan import ClusterPlan
 from kimi_k3.parallel.placement import ExpertPlacement
+from kimi_k3.parallel.traces import TraceWriter
 from kimi_k3.planning import MeshShape, Plan
 
 RECIPE = Path(sim.__file__)
@@ -35,6 +36,21 @@ def test_constants_are_those_of_the_plan():
 def test_chances_are_of_distinct_choices(exponent):
     chance = sim.choice_chances(exponent, 896, 16, seed=0)
     assert chance.sum() == pytest.approx(16) and chance.max() <= 1 + 1e-9 and chance.min() > 0
+
+
+def test_a_trace_gives_the_chances_that_it_recorded(tmp_path):
+    generator = np.random.default_rng(0)
+    chosen = [np.stack([generator.choice(40 + layer, 16, replace=False) for _ in range(30)]) for layer in range(3)]
+    with TraceWriter(tmp_path / "trace.jsonl") as trace:
+        for layer, ids_TA in enumerate(chosen):
+            trace.write(step=0, layer=layer + 1, topk_ids=ids_TA)
+    chances = sim.trace_chances(str(tmp_path / "trace.jsonl"), samples=3)
+    for chance, ids_TA in zip(chances, chosen, strict=True):
+        assert chance.tolist() == [(ids_TA == expert).sum() / 30 for expert in range(896)]
+    plan = ExpertPlacement.contiguous(896, 8, capacity=128)
+    cost = sim.simulate(8, sim.DEVICES["h200"], batch=4, chances=chances)
+    assert cost.imbalance == pytest.approx(np.mean([plan.imbalance(chance).max() for chance in chances]))
+    assert cost.imbalance > 5 > sim.simulate(8, sim.DEVICES["h200"], batch=4, chances=chances, extra=128).imbalance
 
 
 def test_rows_and_hit_slots_are_those_of_drawn_tokens():

@@ -316,7 +316,8 @@ class KimiK3Generator:
         """Choose each row's next token by its own parameters alone."""
         if not requests:
             return []
-        best, tokens = logits_RV.max(-1)
+        is_plain = [_is_plain_greedy(request.params) for request in requests]
+        best, tokens = logits_RV.max(-1) if any(is_plain) else (logits_RV.amax(-1), logits_RV.new_empty(0))
         is_finite, greedy = torch.isfinite(best).tolist(), tokens.tolist()
         outputs = []
         for row, request in enumerate(requests):
@@ -329,12 +330,7 @@ class KimiK3Generator:
                     logits_V = penalize(logits_V, params, request.prompt, request.generated)
                 if not is_finite[row]:
                     raise FloatingPointError(f"non-finite logits at generated token {len(request.generated)}")
-                if (
-                    params.temperature == 0
-                    and logits_V is not None
-                    and not params.has_penalties
-                    and params.logits_processor is None
-                ):
+                if is_plain[row]:
                     token = greedy[row]
                 else:
                     token = sample(logits_V, params, request.seed, len(request.generated))
@@ -618,6 +614,10 @@ def _common_blocks(a: Sequence[bytes], b: Sequence[bytes]) -> int:
         else:
             high = middle - 1
     return low
+
+
+def _is_plain_greedy(params: SamplingParams) -> bool:
+    return params.temperature == 0 and not params.has_penalties and params.logits_processor is None
 
 
 def _logprobs(logits_V: Tensor, token: int, count: int) -> TokenLogprobs:

@@ -64,6 +64,8 @@ def mark_dynamic_sizes(
     mark(batch.block_tables, [0, 1])
     if batch.latent_rows is not None:
         mark(batch.latent_rows, 0)
+    if batch.block_mass is not None:
+        mark(batch.block_mass, [0, 1])
     if batch.export_at is not None and batch.export_slots is not None:
         mark(batch.export_at, 0)
         mark(batch.export_slots, 0)

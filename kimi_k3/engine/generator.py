@@ -51,18 +51,22 @@ class KimiK3Generator:
         scheduler: "dependency_aware" or "fcfs".
         tiers: HostTier, DiskTier, RemoteTier: where evicted and parked states go, nearest first.
         batch_invariant: bitwise equal results in any batch, at some cost; sets the model's mode until `close`.
+        heat_every: every so many decode steps record which blocks attention looks at (`heat_map`), about the cost of MLA's
+            scores once more; 0: never. It orders reads ahead and eviction; attention reads every block all the same.
     """
 
     def __init__(
         self, model: KimiK3ForCausalLM, tokenizer: KimiK3Tokenizer | None = None, *, max_num_seqs: int = 64,
         max_tokens_per_step: int = 2048, memory: int | str = "auto", num_blocks: int | None = None,
         block_size: int = BLOCK_SIZE, prefix_cache: bool = True, scheduler: str = "dependency_aware",
-        tiers: Sequence[Any] = (), batch_invariant: bool = False,
+        tiers: Sequence[Any] = (), batch_invariant: bool = False, heat_every: int = 0,
     ) -> None:  # fmt: skip
         for name, value in (("max_num_seqs", max_num_seqs), ("max_tokens_per_step", max_tokens_per_step),
                             ("block_size", block_size)):  # fmt: skip
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"KimiK3Generator: want {name} >= 1, got {value!r}")
+        if not isinstance(heat_every, int) or heat_every < 0:
+            raise ValueError(f"KimiK3Generator: want heat_every >= 0, got {heat_every!r}")
         if scheduler not in SCHEDULERS:
             raise ValueError(f"KimiK3Generator: want scheduler in {sorted(SCHEDULERS)}, got {scheduler!r}")
         if max_tokens_per_step < block_size:
@@ -77,6 +81,8 @@ class KimiK3Generator:
         self.prefix_cache, self.scheduler = prefix_cache, scheduler
         self._schedule = SCHEDULERS[scheduler]
         self.agreement = Agreement(model)
+        if heat_every and self.agreement.tp_size > 1:  # each rank sees its own heads, and eviction must be alike on all
+            raise ValueError(f"KimiK3Generator: want heat_every=0 under tensor parallelism, got {heat_every}")
         self.counts: Counter[str] = Counter()
         self._requests: dict[int, Request] = {}  # not finished, in order of arrival
         self.memory = Residency(
@@ -86,7 +92,7 @@ class KimiK3Generator:
         )  # fmt: skip
         self.pools, self.pool, self.index = self.memory.pools, self.memory.pool, self.memory.index
         self.tiers = self.memory.tiers
-        self.runner = Runner(model, self.pool, self.pools)
+        self.runner = Runner(model, self.pool, self.pools, heat_every)
         self._was_invariant = model.model.is_batch_invariant
         model.set_batch_invariant(batch_invariant)
         self._root = self._root_key(batch_invariant)
@@ -402,6 +408,7 @@ class KimiK3Generator:
                 "preemptions": request.preemptions, "replayed_tokens": request.replayed_tokens,
             },
             logprobs=request.logprobs if request.params.logprobs is not None else None, error=request.error,
+            heat=request.heat,
         )  # fmt: skip
         del self._requests[request.rid]
         if is_announced:
@@ -539,6 +546,20 @@ class KimiK3Generator:
             hottest = None if all_experts else 4
             metrics += expert_metrics(experts.counts.cpu(), experts.layers, experts.bytes_per_layer, hottest=hottest)
         return exposition(metrics)
+
+    def heat_map(self, request_id: int) -> list[float]:
+        """The share of attention that each block of a request's tokens drew lately, the mean over heads and MLA layers.
+
+        A decaying average of the recorded steps, which adds up to 1. Empty before the first one.
+
+        Raises: ValueError where nothing is recorded (`heat_every=0`); KeyError for a request that is neither running nor
+            waiting and whose result was taken: its `heat` holds the same.
+        """
+        with self._lock:
+            if not self.runner.heat_every:
+                raise ValueError("heat_map: heat is not recorded; want KimiK3Generator(heat_every=...) above 0")
+            known = self._requests.get(request_id) or self._results[request_id]
+            return list(known.heat)
 
     def count_experts(self, is_on: bool = True) -> None:
         """Start to count from zero which experts tokens choose, or stop; off costs nothing."""

@@ -43,7 +43,7 @@ class GenerationResult:
     token_ids: generated, the end id included.     text: without it; "" where the generator has no tokenizer.
     reused_tokens: tokens of the prompt that did not run through the layers.
     metrics: seconds (queue_s, first_token_s, total_s) and counts (preemptions, replayed_tokens).
-    samples: all samples of the prompt where n > 1, this one first.
+    samples: all samples of the prompt where n > 1, this one first.     heat: see `KimiK3Generator.heat_map`.
     """
 
     rid: int
@@ -55,6 +55,7 @@ class GenerationResult:
     logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
     samples: list[GenerationResult] = field(default_factory=list)
+    heat: list[float] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -86,6 +87,7 @@ class Request:
     stride: int = 0  # between snapshots while decoding; 0: none
     saved: list[Snapshot] = field(default_factory=list)  # taken, not yet published
     published: int = 0  # tokens whose latents the index may hold
+    heat: list[float] = field(default_factory=list)  # of each block, see `Runner`; empty: not recorded
     hidden: Tensor | None = None  # of an exact repeat: the logits come from it
     has_prefilled: bool = False
 

@@ -261,7 +261,8 @@ class Residency:
         saved, request.saved = request.saved, []
         if saved:
             request.published = max(request.published, *(snapshot.position for snapshot in saved))
-            self.index.publish(request.root, request.tokens[: request.done], request.table, saved)
+            tokens = request.tokens[: request.done]
+            self.index.publish(request.root, tokens, request.table, saved, request.heat)
 
     def release(self, request: Request) -> None:
         """Give back what a request holds. States that it took and did not publish go with it."""

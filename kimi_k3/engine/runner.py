@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from kimi_k3.modeling_kimi_k3 import KimiK3ForCausalLM
 
 
+HEAT_KEPT = 0.75  # of a block's heat when new figures come in
+
+
 class Piece(NamedTuple):
     """The next `tokens` tokens of one request. exports: (position, slot), where states are taken on the way."""
 
@@ -30,12 +33,18 @@ class Piece(NamedTuple):
 
 
 class Runner:
-    """Runs a model over pieces whose slots and blocks are allotted."""
+    """Runs a model over pieces whose slots and blocks are allotted.
 
-    def __init__(self, model: KimiK3ForCausalLM, pool: PagePool, pools: DevicePools) -> None:
+    Args:
+        heat_every: after so many steps of decoding alone one records each block's share of the attention, the mean over
+            heads and MLA layers, into `Request.heat`, a decaying average; 0: never.
+    """
+
+    def __init__(self, model: KimiK3ForCausalLM, pool: PagePool, pools: DevicePools, heat_every: int = 0) -> None:
         self.model, self.pool, self.pools = model, pool, pools
         self.block_size, self.device = pools.layout.block_size, model.device
         self.experts: ExpertCounts | None = None  # where they are counted
+        self.heat_every, self._steps_to_heat = heat_every, heat_every
 
     @torch.no_grad()
     def run(self, pieces: list[Piece]) -> tuple[Tensor, Tensor]:
@@ -44,9 +53,15 @@ class Runner:
         """
         model = self.model.model
         batch = self._batch(pieces)
+        if self.heat_every and all(piece.tokens == 1 for piece in pieces):
+            self._steps_to_heat -= 1
+            if self._steps_to_heat == 0:
+                batch = batch._replace(block_mass=torch.zeros(batch.block_tables.shape, device=self.device))
         running_sum, bank, _, router_logits = model(self._embeds(pieces), batch, self.pools.pools)
         if self.experts is not None:
             self.experts.add(router_logits, sum(piece.tokens for piece in pieces))
+        if batch.block_mass is not None:
+            self._keep_heat(pieces, batch.block_mass)
         ends, at = [], 0
         for piece in pieces:
             at += piece.tokens
@@ -55,6 +70,13 @@ class Runner:
         rows = torch.tensor(ends, dtype=torch.int64, device=self.device)
         hidden_RD = model.final_hidden(running_sum[rows], bank[:, rows])
         return hidden_RD, self.model.head_logits(hidden_RD)
+
+    def _keep_heat(self, pieces: list[Piece], mass_NB: Tensor) -> None:
+        self._steps_to_heat = self.heat_every
+        for (request, _, _), new in zip(pieces, (mass_NB / len(self.pools.layout.block_parts)).tolist()):
+            old = request.heat + [0.0] * (len(request.table) - len(request.heat))
+            kept = HEAT_KEPT if request.heat else 0.0
+            request.heat = [kept * a + (1 - kept) * b for a, b in zip(old, new)]
 
     def _embeds(self, pieces: list[Piece]) -> Tensor:
         ids = [t for r, n, _ in pieces for t in r.tokens[r.done : r.done + n]]

@@ -106,7 +106,9 @@ class TierStore:
 
     def prefetch(self, request: Request) -> None:
         if request.fetch_state == "absent":
-            request.fetch = self.stack.fetch(request.fetch_keys)
+            keys, first = request.fetch_keys, request.fetch_first
+            heat = dict(zip(keys, request.heat[first:] + [0.0] * len(keys)))
+            request.fetch = self.stack.fetch(sorted(keys, key=lambda key: -heat[key]))  # hot blocks first, states last
             request.fetch_state = "pending"
             self.counts["fetches"] += 1
 

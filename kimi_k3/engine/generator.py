@@ -53,6 +53,8 @@ class KimiK3Generator:
         batch_invariant: bitwise equal results in any batch, at some cost; sets the model's mode until `close`.
         heat_every: every so many decode steps record which blocks attention looks at (`heat_map`), about the cost of MLA's
             scores once more; 0: never. It orders reads ahead and eviction; attention reads every block all the same.
+        snapshots: "bf16" keeps the states of the prefix cache and of parked requests in half the bytes, rounded: what
+            follows a hit then differs within bf16's error. Live states stay float32.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class KimiK3Generator:
         max_tokens_per_step: int = 2048, memory: int | str = "auto", num_blocks: int | None = None,
         block_size: int = BLOCK_SIZE, prefix_cache: bool = True, scheduler: str = "dependency_aware",
         tiers: Sequence[Any] = (), batch_invariant: bool = False, heat_every: int = 0,
+        snapshots: str = "exact",
     ) -> None:  # fmt: skip
         for name, value in (("max_num_seqs", max_num_seqs), ("max_tokens_per_step", max_tokens_per_step),
                             ("block_size", block_size)):  # fmt: skip
@@ -67,6 +70,10 @@ class KimiK3Generator:
                 raise ValueError(f"KimiK3Generator: want {name} >= 1, got {value!r}")
         if not isinstance(heat_every, int) or heat_every < 0:
             raise ValueError(f"KimiK3Generator: want heat_every >= 0, got {heat_every!r}")
+        if snapshots not in ("exact", "bf16"):
+            raise ValueError(f"KimiK3Generator: want snapshots 'exact' or 'bf16', got {snapshots!r}")
+        if batch_invariant and snapshots != "exact":
+            raise ValueError(f"KimiK3Generator: batch_invariant wants snapshots='exact', got {snapshots!r}")
         if scheduler not in SCHEDULERS:
             raise ValueError(f"KimiK3Generator: want scheduler in {sorted(SCHEDULERS)}, got {scheduler!r}")
         if max_tokens_per_step < block_size:
@@ -88,7 +95,7 @@ class KimiK3Generator:
         self.memory = Residency(
             model, self.agreement, self._requests, memory=memory, num_blocks=num_blocks, max_num_seqs=max_num_seqs,
             block_size=block_size,
-            prefix_cache=prefix_cache, tiers=tiers, counts=self.counts,
+            prefix_cache=prefix_cache, tiers=tiers, counts=self.counts, has_bf16_snapshots=snapshots == "bf16",
         )  # fmt: skip
         self.pools, self.pool, self.index = self.memory.pools, self.memory.pool, self.memory.index
         self.tiers = self.memory.tiers
@@ -306,6 +313,7 @@ class KimiK3Generator:
             if request.read_from is not None:
                 request.read_from.pins -= 1
                 request.read_from = None
+            self.memory.pack(request.saved)
             if request.done == len(request.tokens):
                 for snapshot in request.saved:
                     if snapshot.position == request.done:
@@ -526,6 +534,7 @@ class KimiK3Generator:
                 "slots_live": running, "slots_snapshots": self.index.num_snapshots, "slots_free": self.pool.free_pages,
                 "pages": self.pool.num_pages, "blocks_used": self.pool.num_blocks,
                 "blocks_cached": self.index.num_blocks, "blocks_free": self.pool.free_blocks,
+                "blocks_snapshots": self.index.num_snapshot_blocks, "snapshot_bytes": self.pools.layout.snapshot_bytes,
                 "bytes_total": self.pools.num_pages * self.pools.layout.page_bytes,
                 "evictions": self.index.evictions, "step_seconds": self._step_seconds,
                 "forward_seconds": self._forward_seconds, **self.counts,
@@ -601,6 +610,7 @@ class KimiK3Generator:
             "kimi_k3 prefix 1", json.dumps(model.config.to_dict(), sort_keys=True, default=str), str(model.dtype),
             str(self.block_size), self.agreement.weights_digest(model),
             f"batch invariant, {self.agreement.tp_size} ranks" if batch_invariant else "",
+            *(["bf16 snapshots"] if self.pools.layout.has_bf16_snapshots else []),
         ]  # fmt: skip
         return hashlib.sha256("\n".join(parts).encode()).digest()
 

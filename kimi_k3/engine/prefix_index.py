@@ -22,7 +22,10 @@ END_WEIGHT = 8.0
 
 @dataclass(eq=False)
 class Snapshot:
-    """The state after `position` tokens of a path. `hidden`: the last layer's output there, so that nothing need run."""
+    """The state after `position` tokens of a path, in a slot or, rounded to bf16, in blocks (handles; then slot is -1).
+
+    hidden: the last layer's output there, so that nothing need run.
+    """
 
     position: int
     slot: int
@@ -31,6 +34,13 @@ class Snapshot:
     used: int = 0  # when, by the index's clock
     pins: int = 0  # readers in this step
     is_stored: bool = False  # in a tier
+    blocks: list[int] = field(default_factory=list)
+
+    def free(self, pool: PagePool) -> None:
+        if self.slot >= 0:
+            pool.free_slot(self.slot)
+        for block in self.blocks:
+            pool.free_block(block)
 
 
 @dataclass(eq=False)
@@ -106,7 +116,7 @@ class PrefixIndex:
     """
     Args:
         pool: where slots and blocks come from; the index frees what it owns there.
-        block_size: tokens.     slot_bytes, block_bytes: what they weigh.
+        block_size: tokens.     slot_bytes, block_bytes: what a snapshot and a block weigh.
         snapshot_weight, latent_weight: their bytes count so much when the cost of recomputing is set against them.
         on_evict: called with everything that is about to be freed.
     """
@@ -128,6 +138,10 @@ class PrefixIndex:
     @property
     def num_snapshots(self) -> int:
         return len(self._snapshots)
+
+    @property
+    def num_snapshot_blocks(self) -> int:
+        return sum(len(snapshot.blocks) for snapshot in self._snapshots)
 
     # What is known.
 
@@ -200,9 +214,9 @@ class PrefixIndex:
                 else:
                     kept.is_end, kept.used = kept.is_end or snapshot.is_end, self.clock
                     kept.hidden = snapshot.hidden if kept.hidden is None else kept.hidden
-                    self.pool.free_slot(snapshot.slot)
+                    snapshot.free(self.pool)
         for snapshot in wanted:
-            self.pool.free_slot(snapshot.slot)
+            snapshot.free(self.pool)
         self._drop_root_if_empty(root)
 
     def _extend(self, parent: Node, chunk: tuple[int, ...], start: int, block: int) -> Node:
@@ -234,7 +248,7 @@ class PrefixIndex:
     # What goes.
 
     def evictable_slots(self) -> int:
-        return sum(1 for snapshot in self._snapshots if not snapshot.pins)
+        return sum(1 for snapshot in self._snapshots if not snapshot.pins and snapshot.slot >= 0)
 
     def evict(self, *, keep: Callable[[Snapshot], bool] = lambda snapshot: False) -> bool:
         """Drop the snapshot whose loss costs least for its bytes, with the blocks only it needs. False: nothing to drop.
@@ -288,7 +302,7 @@ class PrefixIndex:
             self.on_evict(Evicted(node, snapshot, self.path_to(node)))
         self.evictions += 1
         del self._snapshots[snapshot], node.snapshots[snapshot.position]
-        self.pool.free_slot(snapshot.slot)
+        snapshot.free(self.pool)
         while node.parent is not None and not node.snapshots and not node.children:
             parent = node.parent
             siblings = parent.children[node.tokens[0]]

@@ -51,6 +51,8 @@ class TierStore:
                 self._store_block(node, _key_in(node, snapshot.position), snapshot.position - node.start)
         if not snapshot.is_stored:
             key = _key_in(evicted.node, snapshot.position)
+            if snapshot.blocks:
+                self.pools.stage_blocks([self.pool.places[block] for block in snapshot.blocks])
             for heads in self.slices:
                 self.stack.store(_slice_name(key, heads), self.pools.read_slot(snapshot.slot, heads), self._tier_index)
             snapshot.is_stored = True

@@ -96,7 +96,9 @@ class DevicePools:
             parts[layer_idx] = [self._view(sample, count, layout.block_bytes, offset)]
         self.pools = {layer_idx: tuple(views) for layer_idx, views in sorted(parts.items())}
         self._staging = torch.zeros(
-            layout.packed_blocks * layout.block_bytes if layout.has_bf16_snapshots else 0, dtype=torch.uint8, device=device
+            layout.packed_blocks * layout.block_bytes if layout.has_bf16_snapshots else 0,
+            dtype=torch.uint8,
+            device=device,
         )
         self._staged: dict[int, list[Tensor]] = {}  # layer -> its states and windows in the staging buffer
         offset = 0

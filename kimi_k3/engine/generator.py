@@ -30,6 +30,7 @@ from kimi_k3.sampling import SamplingParams, fresh_seed, penalize, sample
 
 if TYPE_CHECKING:
     from kimi_k3.modeling_kimi_k3 import KimiK3ForCausalLM
+    from kimi_k3.parallel.placement import ExpertPlacement
     from kimi_k3.tokenization_kimi_k3 import KimiK3Tokenizer
 
 MAX_LEADERS = 2  # a request waits for so many others' prefills, then computes its prefix itself
@@ -105,6 +106,7 @@ class KimiK3Generator:
         self._root = self._root_key(batch_invariant)
         self._ends = end_ids(model, None) | frozenset(tokenizer.end_token_ids if tokenizer is not None else ())
 
+        self._expert_budget = 0.0
         self._next_rid = 0
         self._finished_outputs: list[RequestOutput] = []
         self._results: dict[int, GenerationResult] = {}
@@ -218,6 +220,8 @@ class KimiK3Generator:
         schedule_started = time.perf_counter()
         plan = self._schedule([self._candidate(r) for r in self._requests.values()], self._resources())
         self.counts["schedule_us"] += int(1e6 * (time.perf_counter() - schedule_started))
+        if self._expert_budget and plan.expert_load > self._expert_budget:
+            self.counts["overloaded_steps"] += 1
         for reason in plan.reasons.values():
             self.counts[f"held_{reason}"] += 1
         for rid, how in plan.preempt:
@@ -256,6 +260,7 @@ class KimiK3Generator:
             remaining_new=request.params.max_new_tokens - (len(request.tokens) - len(request.prompt)),
             replay_if_dropped=max(0, request.done - max(last_saved, request.reuse)),
             idle_steps=self.num_steps - request.last_step, ran_steps=self.num_steps - request.admitted_step,
+            experts=request.expert_loads,
         )  # fmt: skip
 
     def _resources(self) -> Resources:
@@ -264,6 +269,7 @@ class KimiK3Generator:
             room_blocks=self.memory.room_blocks(self._requests.values()), slot_blocks=layout.blocks_per_page,
             total_blocks=self.pool.total_blocks, block_size=self.block_size, max_num_seqs=self.max_num_seqs,
             max_tokens_per_step=self.max_tokens_per_step, can_park=True, bytes_per_block=layout.block_bytes,
+            expert_budget=self._expert_budget,
         )  # fmt: skip
 
     def _find_dependencies(self) -> None:
@@ -576,6 +582,30 @@ class KimiK3Generator:
             if self.runner.experts is not None:
                 self.runner.experts.record(None)
             self.runner.experts = ExpertCounts(self.model) if is_on else None
+            self._expert_budget = 0.0
+            for request in self._requests.values():
+                request.experts, request.expert_loads = None, ()
+
+    def limit_experts(self, placement: ExpertPlacement | None, budget: float = 0.0) -> None:
+        """Follow which experts each request chooses of late, and admit none that would overload a worker.
+
+        Args:
+            placement: which worker holds which experts; None: no more of it.
+            budget: choices a layer and a step that the busiest worker may get by prediction; 0: follow only. A step in
+                which those that run exceed it is counted as `overloaded_steps`. (All workers together get a choice for
+                each expert per token of each token.)
+        Raises: ValueError for a placement of other layers or experts, or a negative budget.
+        """
+        if not budget >= 0:
+            raise ValueError(f"limit_experts: want budget >= 0, got {budget!r}")
+        with self._lock:
+            if self.runner.experts is None and placement is not None:
+                self.count_experts()
+            if self.runner.experts is not None:
+                self.runner.experts.follow(placement)
+            self._expert_budget = 0.0 if placement is None else budget
+            for request in self._requests.values():
+                request.experts, request.expert_loads = None, ()
 
     def expert_counts(self) -> Tensor:
         """[MoE layers, E] int64 on the CPU since `count_experts`: a row adds up to tokens that ran x experts per token.

@@ -32,7 +32,7 @@ _BY_KEY = (
       "generated": "generated_tokens", "replayed": "replayed_tokens"}),
     ("slots", "gauge", "KDA states: of running requests, kept snapshots, and room for more.", "state",
      {"live": "slots_live", "snapshots": "slots_snapshots", "free": "slots_free"}),
-    ("blocks", "gauge", "Latent blocks: in use, of these in the prefix cache, of these bf16 snapshots, and room for more.", "state",
+    ("blocks", "gauge", "Latent blocks: in use, of these in the prefix cache or as bf16 snapshots, and room for more.", "state",
      {"used": "blocks_used", "cached": "blocks_cached", "snapshots": "blocks_snapshots", "free": "blocks_free"}),
 )  # fmt: skip
 _SINGLE = (

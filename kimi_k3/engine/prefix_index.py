@@ -283,7 +283,11 @@ class PrefixIndex:
             held += self.latent_weight * self.block_bytes * saved / self.block_size
         age = self.clock - snapshot.used
         weight = END_WEIGHT if snapshot.is_end else 1.0
-        return weight * (1 + heat) * saved / held / (1 + age), snapshot.position & -snapshot.position, -snapshot.position
+        return (
+            weight * (1 + heat) * saved / held / (1 + age),
+            snapshot.position & -snapshot.position,
+            -snapshot.position,
+        )
 
     def _stretch(self, node: Node | None, position: int) -> tuple[int, float]:
         """The position of the snapshot before this one, and the heat of the blocks in between."""

@@ -88,13 +88,18 @@ class Request:
     saved: list[Snapshot] = field(default_factory=list)  # taken, not yet published
     published: int = 0  # tokens whose latents the index may hold
     heat: list[float] = field(default_factory=list)  # of each block, see `Runner`; empty: not recorded
+    experts: Tensor | None = None  # [MoE layers, E]: how often a token chose each of late; None: not followed
+    expert_loads: tuple[float, ...] = ()  # choices a layer that a token adds to each expert worker
     hidden: Tensor | None = None  # of an exact repeat: the logits come from it
     has_prefilled: bool = False
 
     reuse: int = 0  # what the index would give now
     reuse_version: int = -1
     reuse_shared: int = 0
-    fetch: Any = None  # a running read from the tiers
+    fetch: Any = None  # a running read from the tiers, or a question to a far one
+    far_positions: list[int] = field(default_factory=list)  # that it asks for
+    asked_positions: set[int] = field(default_factory=set)  # of far tiers, since it last ran
+    near_position: int = 0  # what a near tier has meanwhile
     fetch_keys: list[str] = field(default_factory=list)
     fetched: dict[str, Any] = field(default_factory=dict)
     fetch_position: int = 0  # of the state that is fetched

@@ -266,6 +266,7 @@ class Residency:
         self.publish(request)
         self.release(request)
         request.done, request.reuse_version = 0, -1
+        request.asked_positions.clear()
 
     def pack(self, snapshots: Iterable[Snapshot]) -> None:
         """Where snapshots are kept in bf16: move them from their slots, which a forward has written, into blocks."""

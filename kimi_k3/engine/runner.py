@@ -59,7 +59,7 @@ class Runner:
                 batch = batch._replace(block_mass=torch.zeros(batch.block_tables.shape, device=self.device))
         running_sum, bank, _, router_logits = model(self._embeds(pieces), batch, self.pools.pools)
         if self.experts is not None:
-            self.experts.add(router_logits, sum(piece.tokens for piece in pieces))
+            self.experts.add(router_logits, [(piece.request, piece.tokens) for piece in pieces])
         if batch.block_mass is not None:
             self._keep_heat(pieces, batch.block_mass)
         ends, at = [], 0

@@ -1,6 +1,7 @@
 """States and latents that left the device: parked, evicted, stored on disk, read by another process, damaged, slow."""
 
 import random
+import signal
 import subprocess
 import sys
 import textwrap
@@ -10,10 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import Recorder, assert_equals_solo
+from valkey_server import Server
 
 from kimi_k3 import KimiK3Generator, SamplingParams
 from kimi_k3.engine.device_pools import DevicePools, PoolLayout
-from kimi_k3.engine.tiers import DiskTier, HostTier
+from kimi_k3.engine.tiers import DiskTier, HostTier, RemoteTier
 
 SMALL = {"max_num_seqs": 4, "num_blocks": 12, "max_tokens_per_step": 128, "batch_invariant": True}
 
@@ -49,6 +51,61 @@ def test_a_tier_on_disk_outlives_the_generator(demo, tmp_path):
     with KimiK3Generator(demo, tiers=(HostTier(1 << 26), DiskTier(tmp_path, 1 << 28)), **SMALL) as gen:
         assert ask(gen, demo, [*prompt, 9]) <= 1
         assert gen.stats()["tiers"]["by_tier"]["disk"]["hits"] > 0
+
+
+def test_what_was_evicted_to_the_host_outlives_the_generator_on_disk(demo, tmp_path):
+    tiers = HostTier(1 << 26), DiskTier(tmp_path, 1 << 28)
+    with KimiK3Generator(demo, tiers=tiers, **SMALL) as gen:
+        for seed in range(3):
+            ask(gen, demo, prompt_of(200, seed))
+        gen.index.clear()  # all of it to the host
+        gen.tiers.stack.flush()
+        assert gen.stats()["tiers"]["by_tier"]["disk"]["entries"] == 0
+    with KimiK3Generator(demo, tiers=(DiskTier(tmp_path, 1 << 28),), **SMALL) as gen:
+        assert max(ask(gen, demo, [*prompt_of(200, seed), 9]) for seed in range(3)) <= 1
+
+
+def test_a_remote_server_that_hangs_is_a_counted_miss_and_stalls_no_step(demo):
+    server = Server()
+    try:
+        prompts = [prompt_of(200, seed) for seed in range(3)]
+        with KimiK3Generator(demo, tiers=(RemoteTier(server.url),), **SMALL) as gen:
+            for prompt in prompts:
+                ask(gen, demo, prompt)
+        with KimiK3Generator(demo, tiers=(RemoteTier(server.url, timeout_s=5.0),), **SMALL) as gen:
+            assert ask(gen, demo, [*prompts[0], 5]) <= 1
+            (remote,) = gen.tiers.stack.tiers
+            server.process.send_signal(signal.SIGSTOP)
+            busy = gen.add(prompt_of(30, 99), SamplingParams(max_new_tokens=500, ignore_eos=True))
+            late = gen.add([*prompts[1], 5], SamplingParams(max_new_tokens=3, ignore_eos=True))
+            slowest, ended = 0.0, set()
+            while late not in ended:
+                start = time.perf_counter()
+                ended |= {output.rid for output in gen.step() if output.finish_reason}
+                slowest = max(slowest, time.perf_counter() - start)
+            assert slowest < 2.0  # of a socket's 5 seconds nothing; the prompt's own 200 tokens take less
+            assert gen.tiers.counts["miss_timeout"] >= 1 and gen.result(late).reused_tokens == 0
+            gen.abort(busy)
+            server.process.send_signal(signal.SIGCONT)
+            time.sleep(0.1)
+            remote._down_until = 0.0
+            assert ask(gen, demo, [*prompts[2], 5]) <= 1
+    finally:
+        server.process.send_signal(signal.SIGCONT)
+        server.stop()
+
+
+def test_lossy_tiers_take_fewer_bytes_of_what_the_engine_stores(demo):
+    stored = []
+    for options in ({}, {"latents": "fp8", "snapshots": "bf16"}):
+        with KimiK3Generator(demo, tiers=(HostTier(1 << 28, **options),), **SMALL | {"batch_invariant": False}) as gen:
+            gen.generate([prompt_of(200, 0)], SamplingParams(max_new_tokens=2))
+            gen.index.clear()
+            gen.tiers.stack.flush()
+            stored.append(gen.stats()["tiers"]["by_tier"]["host"]["bytes"])
+            (result,) = gen.generate([[*prompt_of(200, 0), 5]], SamplingParams(max_new_tokens=2))
+            assert result.reused_tokens == 200
+    assert stored[1] < 0.8 * stored[0]
 
 
 @pytest.mark.parametrize("difference", ["weights", "block_size", "mode", "image"])

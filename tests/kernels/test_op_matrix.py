@@ -275,6 +275,12 @@ def test_decays_at_the_bound_and_beyond(name: str, lowest: float | str):
 def test_the_reference_is_not_the_kernel(name: str):
     # The matrix means nothing where a kernel is not reached.
     native = torch._C._dispatch_has_kernel_for_dispatch_key(f"kimi_k3::{name}", "CPU")
-    plain = {"mla_block_mass", "mla_prefill_backward", "mxfp4_experts_backward", "dense_experts", "dense_experts_backward"}
+    plain = {
+        "mla_block_mass",
+        "mla_prefill_backward",
+        "mxfp4_experts_backward",
+        "dense_experts",
+        "dense_experts_backward",
+    }
     plain |= {"mxfp4_linear", "mxfp4_dequantize", "mxfp4_combine_backward"}
     assert native or not NATIVE or name in plain

@@ -85,15 +85,17 @@ class DevicePools:
         self.local_heads = layout.slot_parts[0][2].shape[1] if layout.slot_parts else 0
         self.first_head = first_head  # of `num_heads` in all: another rank holds the others
         self.num_heads = self.local_heads if num_heads is None else num_heads
-        self.buffer = torch.zeros(num_pages * layout.page_bytes, dtype=torch.uint8, device=device)
-        self._pages = self.buffer.view(num_pages, layout.page_bytes)
+        # One block more than the pages hold, for rows that only fill up a batch.
+        self.scrap_block = num_pages * layout.blocks_per_page
+        num_bytes = num_pages * layout.page_bytes
+        self.buffer = torch.zeros(num_bytes + layout.block_bytes, dtype=torch.uint8, device=device)
+        self._pages = self.buffer[:num_bytes].view(num_pages, layout.page_bytes)
         self._blocks = self.buffer.view(-1, layout.block_bytes)
         parts: dict[int, list[Tensor]] = {}
         for layer_idx, offset, sample in layout.slot_parts:
             parts.setdefault(layer_idx, []).append(self._view(sample, num_pages, layout.page_bytes, offset))
         for layer_idx, offset, sample in layout.block_parts:
-            count = num_pages * layout.blocks_per_page
-            parts[layer_idx] = [self._view(sample, count, layout.block_bytes, offset)]
+            parts[layer_idx] = [self._view(sample, self.scrap_block + 1, layout.block_bytes, offset)]
         self.pools = {layer_idx: tuple(views) for layer_idx, views in sorted(parts.items())}
         self._staging = torch.zeros(
             layout.packed_blocks * layout.block_bytes if layout.has_bf16_snapshots else 0,

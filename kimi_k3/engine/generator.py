@@ -22,7 +22,7 @@ from kimi_k3.engine.metrics import expert_metrics, exposition, metrics_of
 from kimi_k3.engine.prefix_index import chain
 from kimi_k3.engine.request import GenerationResult, Request, RequestOutput, TokenLogprobs
 from kimi_k3.engine.residency import Residency
-from kimi_k3.engine.runner import Piece, Runner
+from kimi_k3.engine.runner import CudaRecorder, DecodeGraphs, Piece, Runner
 from kimi_k3.engine.scheduler import SCHEDULERS, Candidate, Resources
 from kimi_k3.engine.tier_format import LossyCodec
 from kimi_k3.generation import StopText, end_ids
@@ -56,6 +56,8 @@ class KimiK3Generator:
             scores once more; 0: never. It orders reads ahead and eviction; attention reads every block all the same.
         snapshots: "bf16" keeps the states of the prefix cache and of parked requests in half the bytes, rounded: what
             follows a hit then differs within bf16's error. Live states stay float32.
+        cuda_graphs: on a GPU, unless the model is sharded or offloaded, replay recorded decode steps. (It has not run on a
+            GPU yet: all but the recording itself is tested on a CPU.)
     """
 
     def __init__(
@@ -63,7 +65,7 @@ class KimiK3Generator:
         max_tokens_per_step: int = 2048, memory: int | str = "auto", num_blocks: int | None = None,
         block_size: int = BLOCK_SIZE, prefix_cache: bool = True, scheduler: str = "dependency_aware",
         tiers: Sequence[Any] = (), batch_invariant: bool = False, heat_every: int = 0,
-        snapshots: str = "exact",
+        snapshots: str = "exact", cuda_graphs: bool = True,
     ) -> None:  # fmt: skip
         for name, value in (("max_num_seqs", max_num_seqs), ("max_tokens_per_step", max_tokens_per_step),
                             ("block_size", block_size)):  # fmt: skip
@@ -101,6 +103,9 @@ class KimiK3Generator:
         self.pools, self.pool, self.index = self.memory.pools, self.memory.pool, self.memory.index
         self.tiers = self.memory.tiers
         self.runner = Runner(model, self.pool, self.pools, heat_every)
+        is_whole = self.agreement.size == 1 and all(p.device == model.device for p in model.parameters())
+        if cuda_graphs and model.device.type == "cuda" and is_whole:
+            self.runner.graphs = DecodeGraphs(model, self.pools, CudaRecorder())
         self._was_invariant = model.model.is_batch_invariant
         model.set_batch_invariant(batch_invariant)
         self._root = self._root_key(batch_invariant)

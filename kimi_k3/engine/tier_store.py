@@ -196,8 +196,12 @@ class TierStore:
                     self.pools.write_block(self.pool.places[block], request.fetched[next(names)])
                 for heads in self.slices:
                     self.pools.write_slot(slot, heads, request.fetched[next(names)])
-            except (KeyError, ValueError):  # an entry of another shape: not ours, whatever its name
-                self.counts["miss_foreign"] += 1
+            except (
+                KeyError,
+                ValueError,
+                RuntimeError,
+            ) as error:  # of another shape, whatever its name; a copy that failed
+                self.counts["miss_io" if isinstance(error, RuntimeError) else "miss_foreign"] += 1
                 self.pool.free_slot(slot)
                 self._give_up(request)
             else:

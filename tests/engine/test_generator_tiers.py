@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Recorder, assert_equals_solo
+from conftest import DEMO, Recorder, assert_equals_solo
 from valkey_server import Server
 
-from kimi_k3 import KimiK3Generator, SamplingParams
+from kimi_k3 import KimiK3ForCausalLM, KimiK3Generator, SamplingParams
 from kimi_k3.engine.device_pools import DevicePools, PoolLayout
+from kimi_k3.engine.tier_store import _key_in, _slice_name
 from kimi_k3.engine.tiers import DiskTier, HostTier, RemoteTier
 
 SMALL = {"max_num_seqs": 4, "num_blocks": 12, "max_tokens_per_step": 128, "batch_invariant": True}
@@ -108,7 +109,7 @@ def test_lossy_tiers_take_fewer_bytes_of_what_the_engine_stores(demo):
     assert stored[1] < 0.8 * stored[0]
 
 
-@pytest.mark.parametrize("difference", ["weights", "block_size", "mode", "image"])
+@pytest.mark.parametrize("difference", ["weights", "dtype", "block_size", "mode", "image"])
 def test_a_folder_that_describes_something_else_is_a_miss(demo, smooth, tmp_path, difference):
     """Fault 7.2: two runs over one folder that differ in one thing."""
     prompt = prompt_of(200, 1)
@@ -127,12 +128,65 @@ def test_a_folder_that_describes_something_else_is_a_miss(demo, smooth, tmp_path
         if difference == "weights":
             with torch.no_grad():
                 weight.mul_(1.01)
-        with KimiK3Generator(demo, tiers=(DiskTier(tmp_path, 1 << 28),), **options) as gen:
+        model = demo
+        if difference == "dtype":
+            model = KimiK3ForCausalLM.from_pretrained(DEMO, dtype=torch.bfloat16, progress=False)
+        with KimiK3Generator(model, tiers=(DiskTier(tmp_path, 1 << 28),), **options) as gen:
             (result,) = gen.generate([prompt], SamplingParams(max_new_tokens=2), extra_key=extra)
             assert result.reused_tokens == 0 and gen.counts["prefill_tokens"] == 200
     finally:
         with torch.no_grad():
             weight.copy_(before)
+
+
+@pytest.mark.parametrize("error", [ValueError, RuntimeError])
+def test_a_restore_that_gives_up_half_way_is_a_miss_and_leaks_nothing(demo, monkeypatch, error):
+    with KimiK3Generator(demo, tiers=(HostTier(1 << 28),), **SMALL) as gen:
+        prompt = prompt_of(200, 3)
+        ask(gen, demo, prompt)
+        gen.index.clear()
+        gen.tiers.stack.flush()
+        write, calls = gen.pools.write_slot, []
+
+        def fail_at_the_second(*args):
+            calls.append(1)
+            if len(calls) == 2:
+                raise error("the copy failed")
+            write(*args)
+
+        monkeypatch.setattr(gen.pools, "write_slot", fail_at_the_second)
+        assert 63 < ask(gen, demo, [*prompt, 9]) <= 201  # that state is gone; a shallower one may be had
+        assert gen.tiers.counts["miss_foreign"] + gen.tiers.counts["miss_io"] == 1
+        assert ask(gen, demo, [*prompt, 9]) == 0
+        gen.index.clear()
+        assert gen.pool.num_slots == gen.pool.num_blocks == 0
+
+
+def test_memory_that_is_used_again_at_once_does_not_change_what_is_on_its_way(demo):
+    """A tier that takes 50 ms a write, and memory overwritten meanwhile: each entry is what the memory held."""
+
+    class SlowWrites(HostTier):
+        def put(self, key, payload):
+            time.sleep(0.05)
+            return super().put(key, payload)
+
+    with KimiK3Generator(demo, tiers=(SlowWrites(1 << 28),), **SMALL) as gen:
+        ask(gen, demo, prompt_of(200, 4))
+        wanted = {}
+        for entry in gen.index.entries():
+            for heads in gen.tiers.slices:
+                name = _slice_name(_key_in(entry.node, entry.snapshot.position), heads)
+                wanted[name] = gen.pools.read_slot(entry.snapshot.slot, heads)
+        gen.index.clear()
+        gen.pools.buffer.fill_(255)  # what a next request would do, and sooner than any
+        assert gen.stats()["tiers"]["by_tier"]["transfers"]["pending_writes"] > 0
+        gen.tiers.stack.flush()
+        (tier,) = gen.tiers.stack.tiers
+        assert len(wanted) > 3
+        for name, payload in wanted.items():
+            stored = tier.get(name)
+            assert stored.keys() == payload.keys() and all(torch.equal(stored[k], payload[k]) for k in payload)
+        gen.pools.buffer.zero_()
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "empty", "gone", "foreign"])
@@ -160,6 +214,15 @@ def test_a_damaged_entry_is_a_counted_miss_and_a_recompute(demo, tmp_path, damag
         counts = gen.stats()["tiers"]
         assert sum(n for name, n in counts.items() if name.startswith("miss_")) > 0 or damage == "gone"
         assert ask(gen, demo, [*prompt, 9, 9]) <= 2
+
+
+def test_in_batch_invariant_mode_keys_name_the_parallel_degree(demo):
+    """Only there: otherwise an entry names its heads, and another degree reads the slices that it wants."""
+    for is_invariant in (False, True):
+        with KimiK3Generator(demo, **SMALL | {"batch_invariant": is_invariant}) as gen:
+            alone = gen._root_key(is_invariant)
+            gen.agreement.tp_size = 2
+            assert (gen._root_key(is_invariant) == alone) != is_invariant
 
 
 class SlowTier(HostTier):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import torch
@@ -18,7 +17,7 @@ matvec_op = define_op(
 )
 
 
-@functools.cache
+@torch.compiler.assume_constant_result
 def beats_library_gemm(dtype: torch.dtype) -> bool:
     """Whether `matvec` is faster than torch's GEMM also for many rows: in bfloat16 on an x86 processor that has no
     instructions for it, where torch reaches a tenth of its float32 rate and the kernel about half of it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -85,10 +85,12 @@ class DecodeGraphs:
         if key not in self._steps:
             self._steps[key] = self._record(*key)
         ids, static, replay, (running_sum, bank, router_logits) = self._steps[key]
-        fillers: tuple[Any, ...] = (-1, -1, 0, 1, self.pools.scrap_block, self.pools.scrap_block * size)
+        scrap = self.pools.scrap_block
+        fillers = {"read_slots": -1, "write_slots": -1, "past_lens": 0, "kv_lens": 1, "block_tables": scrap,
+                   "latent_rows": scrap * size}  # fmt: skip
         _fill(ids, ids_N, 0)
-        for target, source, filler in zip(static[1:7], batch[1:7], fillers):  # the boundaries are a range
-            _fill(target, source, filler)
+        for name, filler in fillers.items():  # the boundaries are a range
+            _fill(getattr(static, name), getattr(batch, name), filler)
         replay()
         return running_sum[:count], bank[:, :count], [logits[:count] for logits in router_logits]
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.fx.experimental._config as symbolic_shape_config
 from torch import Tensor
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from kimi_k3.cache import PackedBatch
 from kimi_k3_kernels.native import cache_folder
@@ -27,9 +28,12 @@ INDUCTOR_OPTIONS = {"cpp.vec_isa_ok": True}
 def keep_graphs() -> Path:
     """Keep compiled graphs where a later process finds them, and not in /tmp. Returns the folder.
 
-    A TORCHINDUCTOR_CACHE_DIR that is set stays.
+    A TORCHINDUCTOR_CACHE_DIR that is set stays; but torch itself sets it to its own default when it is imported.
     """
-    return Path(os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "graphs")))
+    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    if folder in (None, default_cache_dir()):
+        folder = os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_folder() / "graphs")
+    return Path(folder)
 
 
 @torch.no_grad()
@@ -52,22 +56,23 @@ def symbolic_shapes() -> Iterator[None]:
         yield
 
 
-def mark_dynamic_sizes(
-    running_sum: Tensor, bank: Tensor, depth: Tensor, batch: PackedBatch, pools: tuple[Tensor, ...]
-) -> None:
-    """Name the sizes that vary between calls of one layer: tokens, sequences, blocks and slots."""
+def mark_batch_dynamic(batch: PackedBatch) -> None:
+    """Name the sizes that vary between passes in what all layers read: tokens, sequences, blocks."""
     mark = torch._dynamo.maybe_mark_dynamic
-    mark(running_sum, 0)
-    mark(bank, 1)
     for per_sequence in batch[:5]:
         mark(per_sequence, 0)
     mark(batch.block_tables, [0, 1])
-    if batch.latent_rows is not None:
-        mark(batch.latent_rows, 0)
+    for per_token in (batch.latent_rows, batch.export_at, batch.export_slots):
+        if per_token is not None:
+            mark(per_token, 0)
     if batch.block_mass is not None:
         mark(batch.block_mass, [0, 1])
-    if batch.export_at is not None and batch.export_slots is not None:
-        mark(batch.export_at, 0)
-        mark(batch.export_slots, 0)
+
+
+def mark_layer_dynamic(running_sum: Tensor, bank: Tensor, pools: tuple[Tensor, ...]) -> None:
+    """The same for what each layer has of its own: tokens, blocks and slots."""
+    mark = torch._dynamo.maybe_mark_dynamic
+    mark(running_sum, 0)
+    mark(bank, 1)
     for pool in pools:
         mark(pool, 0)

@@ -25,7 +25,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kimi_k3.cache import KimiK3Cache, PackedBatch, batch_by_tokens, batch_without_cache, make_pools
-from kimi_k3.compilation import INDUCTOR_OPTIONS, keep_graphs, mark_dynamic_sizes, symbolic_shapes
+from kimi_k3.compilation import (
+    INDUCTOR_OPTIONS,
+    keep_graphs,
+    mark_batch_dynamic,
+    mark_layer_dynamic,
+    symbolic_shapes,
+)
 from kimi_k3.configuration_kimi_k3 import KimiK3Config, KimiK3TextConfig
 from kimi_k3.layers.attn_res import depth_table, empty_bank, mix, seal
 from kimi_k3.layers.kda import KimiDeltaAttention, ShortConv1d
@@ -147,15 +153,17 @@ class KimiK3Model(nn.Module):
             room = seal(room, index, bank[index])  # type: ignore[index]
         depths = self._depth_rows(running_sum.device)
         sums, router_logits = [], []
+        if self.has_compiled_layers:
+            mark_batch_dynamic(batch)
         with symbolic_shapes() if self.has_compiled_layers else nullcontext():
             for layer_idx in self.layer_range:
                 if layer_idx % self.config.attn_res_block_size == 0:
                     room = seal(room, sealed, running_sum)
                     sealed += 1
-                inputs = (running_sum, room, depths[layer_idx], batch, pools[layer_idx])
                 if self.has_compiled_layers:
-                    mark_dynamic_sizes(*inputs)
-                running_sum, logits = self.layers[str(layer_idx)](*inputs)
+                    mark_layer_dynamic(running_sum, room, pools[layer_idx])
+                layer = self.layers[str(layer_idx)]
+                running_sum, logits = layer(running_sum, room, depths[layer_idx], batch, pools[layer_idx])
                 sums.append(running_sum)
                 if logits is not None:
                     router_logits.append(logits)

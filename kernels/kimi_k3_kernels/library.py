@@ -62,28 +62,39 @@ def define_gradient(
     LIBRARY.impl(op._schema.name.split("::")[1], autograd_kernel, "Autograd")
 
 
+def call(op: Any, *inputs: Any) -> Any:
+    """op(*inputs); without gradients straight below autograd: `define_gradient`'s kernel is in Python and would only
+    pass on, at some microseconds a call."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return op(*inputs)
+    with torch._C._AutoDispatchBelowAutograd():
+        return op(*inputs)
+
+
 GPU_KERNELS: dict[str, str] = {}  # op -> the module with its Triton kernels
 
 
 def define_gpu_kernel(op: Any, module: str) -> None:
     """Serve `op` on CUDA and on ROCm, which share a dispatch key, by the function of its name in `module`.
 
-    The module is imported at the first call, so that only a GPU needs Triton. Without Triton that call is a
-    RuntimeError: the reference would be many times slower, and nobody would be told.
+    The module is imported at the first call, so that only a GPU needs Triton.
     """
     name = op._schema.name.split("::")[1]
-
-    def kernel(*inputs: Any) -> Any:
-        try:
-            function = getattr(importlib.import_module(module), name)
-        except ModuleNotFoundError as error:
-            if (error.name or "").split(".")[0] != "triton":
-                raise
-            raise RuntimeError(f"kimi_k3::{name}: want Triton on a GPU (pip install triton), it is not here") from error
-        return function(*inputs)
-
     GPU_KERNELS[name] = module
-    LIBRARY.impl(name, kernel, "CUDA")
+    LIBRARY.impl(name, lambda *inputs: gpu_function(name)(*inputs), "CUDA")
+
+
+def gpu_function(name: str) -> Callable[..., Any]:
+    """The Triton kernels' entry for an op.
+
+    Raises: RuntimeError without Triton: the reference would be many times slower, and nobody would be told.
+    """
+    try:
+        return getattr(importlib.import_module(GPU_KERNELS[name]), name)
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] != "triton":
+            raise
+        raise RuntimeError(f"kimi_k3::{name}: want Triton on a GPU (pip install triton), it is not here") from error
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

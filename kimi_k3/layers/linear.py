@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kimi_k3_kernels import linear_rows
-from kimi_k3_kernels.matvec import beats_library_gemm, matvec
+from kimi_k3_kernels.matvec import beats_library_gemm, matvec_op
 
 ROW_BLOCK = 16
 
@@ -28,8 +28,10 @@ def project(
         return list(out_TC.split([projection.out_features for projection in projections], dim=-1))
     has_op = is_decode or beats_library_gemm(x_TD.dtype)
     if has_op and x_TD.device.type == "cpu" and not torch.is_grad_enabled() and all(map(_is_plain, projections)):
-        out_TC = matvec(x_TD, [projection.weight for projection in projections])
-        return list(out_TC.split([projection.out_features for projection in projections], dim=-1))
+        out_TC = matvec_op(x_TD, [projection.weight for projection in projections])  # linear layers' shapes are right
+        if len(projections) == 1:
+            return [out_TC]
+        return list(out_TC.split_with_sizes([projection.out_features for projection in projections], dim=-1))
     return [projection(x_TD) for projection in projections]
 
 
@@ -40,8 +42,10 @@ def _in_blocks(projection: nn.Linear, x_TD: Tensor) -> Tensor:
 
 
 def _is_plain(projection: nn.Linear) -> bool:
-    # accelerate replaces `forward` and leaves `_hf_hook`: its weight may be elsewhere until the module is called.
-    is_hooked = projection._forward_hooks or projection._forward_pre_hooks or hasattr(projection, "_hf_hook")
     # On a mesh the class is one that reads its local part, a plain tensor, and runs this same forward.
-    is_linear = isinstance(projection, nn.Linear) and type(projection).forward is nn.Linear.forward
-    return is_linear and type(projection.weight) in (nn.Parameter, Tensor) and not is_hooked
+    if getattr(type(projection), "forward", None) is not nn.Linear.forward:
+        return False
+    # accelerate replaces `forward` and leaves `_hf_hook`: its weight may be elsewhere until the module is called.
+    if projection._forward_hooks or projection._forward_pre_hooks or "_hf_hook" in projection.__dict__:
+        return False
+    return type(projection.weight) in (nn.Parameter, Tensor)

@@ -41,9 +41,15 @@ def test_experts_equal_the_reference(instructions: str, dtype: torch.dtype, toke
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_has_the_same_bits_in_any_company_and_on_any_threads(instructions: str, dtype: torch.dtype):
-    x, ids, weights, packed, table = make_experts(70, 160, 96)
+@pytest.mark.parametrize(("latent", "width"), [(160, 96), (1056, 800)])  # a row in one piece of the cache, and in two
+@pytest.mark.parametrize("some_scale", [None, 60, 200])  # 2^-67 and 2^73: no longer in a bfloat16 weight's exponent
+def test_a_row_has_the_same_bits_in_any_company_and_on_any_threads(
+    instructions: str, dtype: torch.dtype, latent: int, width: int, some_scale: int | None
+):
+    x, ids, weights, packed, table = make_experts(70, latent, width)
     x = x.to(dtype)
+    if some_scale is not None:
+        packed[1][:, 3] = packed[5][:, 35, 1] = some_scale
     together = mxfp4_experts(x, ids, weights, *packed, table, 4.0, 25.0)
     for rows in (slice(0, 1), slice(3, 5), slice(10, 50)):
         alone = mxfp4_experts(x[rows], ids[rows], weights[rows], *packed, table, 4.0, 25.0)
@@ -100,6 +106,18 @@ def test_matvec_equals_float64(
     torch.testing.assert_close(got.double(), want, atol=tolerance * columns**0.5, rtol=tolerance)
     for row in range(tokens):
         assert torch.equal(matvec(x[row : row + 1], weights)[0], got[row])
+
+
+def test_matvec_of_many_rows(instructions: str):
+    """From 64 rows on torch's GEMM serves it, except in bfloat16 on AVX2, where panels of 96 rows go through the kernel."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn((230, 100), generator=generator).bfloat16()
+    weights = [torch.randn((size, 100), generator=generator).bfloat16() for size in (64, 1, 131)]
+    got, want = matvec(x, weights), torch.cat([x.double() @ weight.double().t() for weight in weights], -1)
+    torch.testing.assert_close(got.double(), want, atol=2**-8 * 10, rtol=2**-8)
+    if instructions == "avx2":
+        for rows in (slice(0, 1), slice(95, 97), slice(100, 229)):
+            assert torch.equal(matvec(x[rows], weights), got[rows])
 
 
 def test_registration():

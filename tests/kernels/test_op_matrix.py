@@ -13,6 +13,7 @@ from torch import Tensor
 
 import kimi_k3_kernels
 from kimi_k3_kernels import mxfp4_quantize
+from kimi_k3_kernels.library import GPU_KERNELS, gpu_function
 
 sys.path.insert(0, str(Path(__file__).parent))
 from inputs import kda_inputs, packed
@@ -284,3 +285,14 @@ def test_the_reference_is_not_the_kernel(name: str):
     }
     plain |= {"mxfp4_linear", "mxfp4_dequantize", "mxfp4_combine_backward"}
     assert native or not NATIVE or name in plain
+
+
+@pytest.mark.parametrize("name", sorted(GPU_KERNELS))
+def test_a_gpu_without_triton_is_refused(name: str, monkeypatch: pytest.MonkeyPatch):
+    for module in [module for module in sys.modules if module.split(".")[0] == "triton"]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "triton", None)  # importing it is a ModuleNotFoundError
+    for module in ("kimi_k3_kernels.gpu", GPU_KERNELS[name]):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    with pytest.raises(RuntimeError, match=f"kimi_k3::{name}: want Triton on a GPU"):
+        gpu_function(name)

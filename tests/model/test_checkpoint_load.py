@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 
 import pytest
@@ -243,6 +244,25 @@ def test_a_missing_shard_is_named(tmp_path):
     (folder / shard).unlink()
     with pytest.raises(CheckpointError, match=f"{shard}.*missing"):
         load(folder)
+
+
+@pytest.mark.parametrize("place", [0, 1, -1])
+def test_a_fault_in_any_of_the_shards_that_are_read_at_once_is_named_and_stops_all_readers(
+    tmp_path, place, monkeypatch
+):
+    monkeypatch.setattr("kimi_k3.checkpoint.MOST_READERS", 3)
+    folder = sharded_copy_of("golden", tmp_path / "s")
+    scales = [name for name in json.loads((folder / INDEX).read_text())["weight_map"] if name.endswith("weight_scale")]
+    shards = sorted({shard_of(folder, name) for name in scales})
+    assert len(shards) > 2
+    shard = folder / shards[place]
+    tensors = load_file(shard)
+    name = next(name for name in tensors if name.endswith("weight_scale"))
+    tensors[name][-1, -1] = 255
+    save_file(tensors, shard, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"{shard.name}.*{name}"):
+        load(folder)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("ThreadPoolExecutor")]
 
 
 @pytest.mark.parametrize("cut", [1, 1000, 10**5])

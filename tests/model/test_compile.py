@@ -160,3 +160,15 @@ def test_the_demo_model_compiled_equals_eager_over_two_hundred_steps():
             if step == 30:
                 settled = graph_count()
     assert graph_count() == settled <= MOST_GRAPHS
+
+
+def test_a_layer_compiles_in_bfloat16():
+    """There torch's GEMM or the library's own serves many rows, by the processor: settled before the graph is made."""
+    config = small_config(num_hidden_layers=1, mla=())
+    eager = random_model(config).to(torch.bfloat16)
+    compiled = copy.deepcopy(eager)
+    compiled.compile_blocks()
+    ids = random_ids(config, 1, 9)
+    with torch.no_grad():
+        want, got = eager(ids).logits, compiled(ids).logits
+    assert (got - want).abs().max() <= 2**-5 * want.abs().max()

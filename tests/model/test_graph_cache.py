@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from kimi_k3.compilation import keep_graphs
 
@@ -16,6 +17,8 @@ def test_graphs_are_kept_in_the_library_s_folder_unless_one_is_set(monkeypatch: 
     monkeypatch.setenv("KIMI_K3_CACHE", str(tmp_path))
     assert keep_graphs() == tmp_path / "mine"
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    assert keep_graphs() == tmp_path / "graphs"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())  # what importing torch leaves
     assert keep_graphs() == tmp_path / "graphs"
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "graphs")
 

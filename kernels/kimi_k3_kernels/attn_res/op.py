@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kimi_k3_kernels.attn_res.reference import attn_res_mix_backward_reference, attn_res_mix_reference
-from kimi_k3_kernels.library import define_gpu_kernel, define_gradient, define_op, require
+from kimi_k3_kernels.library import call, define_gpu_kernel, define_gradient, define_op, require
 
 
 def _like(x: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ def attn_res_mix(running_sum: Tensor, bank: Tensor, num_blocks: Tensor, weight: 
         "attn_res_mix", "running_sum [T, D], bank [M, T, D] of one dtype, num_blocks [1], weight [D]",
         running_sum=running_sum, bank=bank, num_blocks=num_blocks, weight=weight,
     )  # fmt: skip
-    return attn_res_mix_op(running_sum, bank, num_blocks, weight, eps)
+    return call(attn_res_mix_op, running_sum, bank, num_blocks, weight, eps)
 
 
 define_gpu_kernel(attn_res_mix_op, "kimi_k3_kernels.attn_res.kernel_triton")

@@ -81,11 +81,15 @@ inline Tensor new_tensor(const Tensor& like, std::vector<int64_t> sizes, std::op
 
 // Integers of either width, read as int64.
 struct Integers {
-  explicit Integers(const Tensor& t) : tensor(make_contiguous(t)), wide(t.scalar_type() == ScalarType::Long) {
+  explicit Integers(const Tensor& t)
+      : tensor(make_contiguous(t)), values(tensor.const_data_ptr()), wide(t.scalar_type() == ScalarType::Long) {
     STD_TORCH_CHECK(wide || t.scalar_type() == ScalarType::Int, "kimi_k3: want int32 or int64 indices");
   }
-  int64_t operator[](int64_t i) const { return wide ? data<int64_t>(tensor)[i] : data<int32_t>(tensor)[i]; }
+  int64_t operator[](int64_t i) const {
+    return wide ? static_cast<const int64_t*>(values)[i] : static_cast<const int32_t*>(values)[i];
+  }
   Tensor tensor;
+  const void* values;
   bool wide;
 };
 

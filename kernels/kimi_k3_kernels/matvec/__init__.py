@@ -1,3 +1,3 @@
-from kimi_k3_kernels.matvec.op import beats_library_gemm, matvec
+from kimi_k3_kernels.matvec.op import beats_library_gemm, matvec, matvec_op
 
-__all__ = ["beats_library_gemm", "matvec"]
+__all__ = ["beats_library_gemm", "matvec", "matvec_op"]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kimi_k3_kernels.library import define_gpu_kernel, define_gradient, define_op, require
+from kimi_k3_kernels.library import call, define_gpu_kernel, define_gradient, define_op, require
 from kimi_k3_kernels.mxfp4_experts.reference import (
     GROUP,
     combine_backward_reference,
@@ -185,7 +185,8 @@ def mxfp4_experts(
         and w2_packed.shape == (w1_packed.shape[0], x.shape[1], width // 2),
         "mxfp4_experts", "w1 and w3 [S, F, L / 2], w2 [S, L, F / 2]", x=x, w1=w1_packed, w3=w3_packed, w2=w2_packed,
     )  # fmt: skip
-    return mxfp4_experts_op(
+    return call(
+        mxfp4_experts_op,
         x, topk_ids, topk_weights, w1_packed, w1_scale, w3_packed, w3_scale, w2_packed, w2_scale, slot_table, beta,
         linear_beta,
     )  # fmt: skip

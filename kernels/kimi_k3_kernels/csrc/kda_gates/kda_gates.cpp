@@ -1,4 +1,5 @@
 // Queries, keys, decays and write strengths of KDA in one pass over a token's projections.
+#include <algorithm>
 #include <cmath>
 #include <tuple>
 
@@ -12,8 +13,10 @@ namespace {
 std::vector<float> floats_of(const Tensor& t, int64_t count) {
   std::vector<float> out(count);
   const Tensor plain = make_contiguous(t);
-  for (int64_t i = 0; i < count; ++i)
-    out[i] = t.scalar_type() == ScalarType::Float ? data<float>(plain)[i] : to_float(data<bfloat16>(plain)[i]);
+  if (t.scalar_type() == ScalarType::Float)
+    std::copy_n(data<float>(plain), count, out.begin());
+  else
+    std::transform(data<bfloat16>(plain), data<bfloat16>(plain) + count, out.begin(), to_float);
   return out;
 }
 
@@ -28,18 +31,19 @@ void run(const Tensor& qkv, const Tensor& decay, const Tensor& beta_logit, const
          const std::vector<float>& bias, float bound, const Result& out) {
   const int64_t heads = beta_logit.size(1), width = decay.size(1), dim = width / heads;
   const float scale = static_cast<float>(std::pow(static_cast<double>(dim), -0.5));
+  const T *tokens_qkv = data<T>(qkv), *tokens_decay = data<T>(decay), *tokens_beta = data<T>(beta_logit);
   T *q = mutable_data<T>(std::get<0>(out)), *k = mutable_data<T>(std::get<1>(out));
   float *log_decay = mutable_data<float>(std::get<2>(out)), *beta = mutable_data<float>(std::get<3>(out));
   parallel(qkv.size(0), 1 + (1 << 13) / (1 + width), [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
       for (int64_t h = 0; h < heads; ++h) {
-        const T* head = data<T>(qkv) + t * 3 * width + h * dim;
+        const T* head = tokens_qkv + t * 3 * width + h * dim;
         const int64_t at = t * width + h * dim;
         KIMI_K3_ACTIVE(unit_row<T>)(head, dim, scale, q + at);
         KIMI_K3_ACTIVE(unit_row<T>)(head + width, dim, 1.0f, k + at);
-        KIMI_K3_ACTIVE(decay_row<T>)(data<T>(decay) + at, &bias[h * dim], rates[h], bound, dim, log_decay + at);
+        KIMI_K3_ACTIVE(decay_row<T>)(tokens_decay + at, &bias[h * dim], rates[h], bound, dim, log_decay + at);
       }
-      KIMI_K3_ACTIVE(sigmoid_row<T>)(data<T>(beta_logit) + t * heads, heads, beta + t * heads);
+      KIMI_K3_ACTIVE(sigmoid_row<T>)(tokens_beta + t * heads, heads, beta + t * heads);
     }
   });
 }

@@ -23,6 +23,27 @@ struct PackedMatrix {
   const uint8_t* scale_row(int64_t n) const { return scales + n * (in / kGroup); }
 };
 
+// The rows that a thread reads after these of a block, asked for ahead by as many rows: a block lasts longer than memory
+// takes to answer, and blocks of two matrices take turns, which a processor's own prefetcher does not follow.
+struct Ahead {
+  Ahead(const PackedMatrix& next, int64_t first) : codes(next.code_row(first)), scales(next.scale_row(first)) {}
+  Ahead from(int64_t n, const PackedMatrix& w) const {
+    Ahead later = *this;
+    later.codes += n * (w.in / 2), later.scales += n * (w.in / kGroup);
+    return later;
+  }
+  const uint8_t *codes, *scales;
+};
+
+#if KIMI_K3_X86
+inline __attribute__((always_inline)) void prefetch(const uint8_t* p) {
+  _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0);
+}
+inline void prefetch_scales(const Ahead& ahead, const PackedMatrix& w, int64_t count) {
+  for (int64_t byte = 0; byte < count * (w.in / kGroup); byte += 64) prefetch(ahead.scales + byte);
+}
+#endif
+
 constexpr float kE2M1[16] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f,
                              -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
 
@@ -55,7 +76,8 @@ struct PlainRows {
     for (int64_t i = 0; i < count; ++i) sum[i] += weight * load(row + i);
   }
 
-  static void rows(const PackedMatrix& w, int64_t first, int64_t count, const float* const* x, int64_t m_count, float* out) {
+  static void rows(const PackedMatrix& w, int64_t first, int64_t count, const Ahead&, const float* const* x, int64_t m_count,
+                   float* out) {
     std::vector<float> decoded(w.in);
     for (int64_t n = 0; n < count; ++n) {
       const uint8_t *codes = w.code_row(first + n), *scales = w.scale_row(first + n);
@@ -128,7 +150,6 @@ struct Bf16Rows {
     __m512i values[4];
     __m512 scale;
   };
-  static constexpr int64_t kAhead = 2048;  // bytes between a row's reads and its prefetches, about 100 ns of work
 
   KIMI_K3_AVX512 static inline __m512i table() {
     alignas(64) static const bfloat16 words[32] = {
@@ -137,11 +158,12 @@ struct Bf16Rows {
     return _mm512_load_si512(words);
   }
 
-  KIMI_K3_AVX512 static inline void decode(const uint8_t* codes, const uint8_t* scales, int64_t left, __m512i lut,
-                                           Decoded& out) {
+  template <bool kWhole>
+  KIMI_K3_AVX512 static inline __attribute__((always_inline)) void decode(const uint8_t* codes, const uint8_t* scales,
+                                                                          int64_t left, __m512i lut, Decoded& out) {
     __m512i bytes;
     uint32_t packed_scales;
-    if (left >= kBlock) {
+    if (kWhole) {
       bytes = _mm512_loadu_si512(codes);
       std::memcpy(&packed_scales, scales, 4);
     } else {
@@ -161,127 +183,200 @@ struct Bf16Rows {
     out.scale = _mm512_castsi512_ps(_mm512_slli_epi32(exponents, 7));
   }
 
-  template <int M, int N>
-  KIMI_K3_AVX512 static inline __attribute__((always_inline)) void accumulate(const Decoded* w, int64_t w_stride,
+  // The same with the scale in the exponents, for many rows: one add instead of a multiply-add at the end of a block, and
+  // equal bits, since a power of two moves no rounding while nothing underflows.
+  struct Scaled {
+    __m512i values[4];
+  };
+  static constexpr int kLeastScale = 96, kMostScale = 159;  // 2^-31 .. 2^32
+
+  // Whether all scales of these rows, which lie side by side, are in that range.
+  KIMI_K3_AVX512 static bool are_scales_moderate(const PackedMatrix& w, int64_t first, int64_t count) {
+    const uint8_t* scales = w.scale_row(first);
+    const int64_t bytes = count * (w.in / kGroup);
+    const __m512i least = _mm512_set1_epi8(kLeastScale), range = _mm512_set1_epi8(kMostScale - kLeastScale);
+    __mmask64 outside = 0;
+    for (int64_t i = 0; i < bytes; i += 64) {
+      const __mmask64 mask = bytes - i < 64 ? (1ull << (bytes - i)) - 1 : ~0ull;
+      const __m512i offsets = _mm512_sub_epi8(_mm512_maskz_loadu_epi8(mask, scales + i), least);
+      outside |= _mm512_mask_cmpgt_epu8_mask(mask, offsets, range);
+    }
+    return outside == 0;
+  }
+
+  template <bool kWhole>
+  KIMI_K3_AVX512 static inline __attribute__((always_inline)) void decode_scaled(const uint8_t* codes, const uint8_t* scales,
+                                                                                 int64_t left, __m512i lut, Scaled& out) {
+    Decoded plain;
+    decode<kWhole>(codes, scales, left, lut, plain);
+    // A float's upper half is its bfloat16, so the exponent lies right; here in both halves, without the bias.
+    const __m512i exponents = _mm512_castps_si512(plain.scale);
+    const __m512i high = _mm512_sub_epi16(_mm512_or_si512(exponents, _mm512_srli_epi32(exponents, 16)), _mm512_set1_epi16(127 << 7));
+    const __m512i magnitude = _mm512_set1_epi16(0x7fff);
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j)
+      out.values[j] = _mm512_mask_add_epi16(plain.values[j], _mm512_test_epi16_mask(plain.values[j], magnitude), plain.values[j], high);
+  }
+
+  template <int M>
+  KIMI_K3_AVX512 static inline __attribute__((always_inline)) void accumulate(const Scaled* w, int64_t w_stride,
                                                                               const bfloat16* const* x, int64_t k,
-                                                                              __m512 (&sums)[M][N]) {
-    __m512 block[M][N];
+                                                                              __m512 (&sums)[M][4]) {
+    __m512 block[M][4];
 #pragma GCC unroll 4
     for (int j = 0; j < 4; ++j) {
-      __m512bh values[N];
-#pragma GCC unroll 8
-      for (int n = 0; n < N; ++n) values[n] = (__m512bh)w[n * w_stride].values[j];
+      __m512bh values[4];
+#pragma GCC unroll 4
+      for (int n = 0; n < 4; ++n) values[n] = (__m512bh)w[n * w_stride].values[j];
 #pragma GCC unroll 8
       for (int m = 0; m < M; ++m) {
         __m512bh row = (__m512bh)_mm512_loadu_si512(x[m] + k + j * 32);
-#pragma GCC unroll 8
-        for (int n = 0; n < N; ++n) {
-          __m512 before = j == 0 ? _mm512_setzero_ps() : block[m][n];
-          block[m][n] = _mm512_dpbf16_ps(before, values[n], row);
-        }
+#pragma GCC unroll 4
+        for (int n = 0; n < 4; ++n)
+          block[m][n] = _mm512_dpbf16_ps(j == 0 ? _mm512_setzero_ps() : block[m][n], values[n], row);
       }
     }
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m)
-#pragma GCC unroll 8
-      for (int n = 0; n < N; ++n) sums[m][n] = _mm512_fmadd_ps(block[m][n], w[n * w_stride].scale, sums[m][n]);
+#pragma GCC unroll 4
+      for (int n = 0; n < 4; ++n) sums[m][n] = _mm512_add_ps(block[m][n], sums[m][n]);
   }
 
-  // The lanes' sums of N accumulators; the order is the same wherever an output is computed.
-  template <int N>
-  KIMI_K3_AVX512 static inline __attribute__((always_inline)) void reduce(const __m512 (&sums)[N], float* out) {
-    if constexpr (N == 4) {
-      __m512 low = _mm512_add_ps(_mm512_unpacklo_ps(sums[0], sums[1]), _mm512_unpackhi_ps(sums[0], sums[1]));
-      __m512 high = _mm512_add_ps(_mm512_unpacklo_ps(sums[2], sums[3]), _mm512_unpackhi_ps(sums[2], sums[3]));
-      __m512 all = _mm512_add_ps(_mm512_shuffle_ps(low, high, 0x44), _mm512_shuffle_ps(low, high, 0xee));
-      __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
-      _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
-    } else {
-      for (int n = 0; n < N; ++n) out[n] = _mm512_reduce_add_ps(sums[n]);
-    }
+  // The lanes' sums of four accumulators; the order is the same wherever an output is computed.
+  KIMI_K3_AVX512 static inline __attribute__((always_inline)) void reduce(const __m512 (&sums)[4], float* out) {
+    __m512 low = _mm512_add_ps(_mm512_unpacklo_ps(sums[0], sums[1]), _mm512_unpackhi_ps(sums[0], sums[1]));
+    __m512 high = _mm512_add_ps(_mm512_unpacklo_ps(sums[2], sums[3]), _mm512_unpackhi_ps(sums[2], sums[3]));
+    __m512 all = _mm512_add_ps(_mm512_shuffle_ps(low, high, 0x44), _mm512_shuffle_ps(low, high, 0xee));
+    __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
   }
 
   // Few rows: decode in registers.
-  template <int M, int N>
-  KIMI_K3_AVX512 static void direct(const PackedMatrix& w, int64_t first, const bfloat16* const* x, float* out) {
+  template <int M, int N = 4>
+  KIMI_K3_AVX512 static void direct(const PackedMatrix& w, int64_t first, const Ahead& ahead, const bfloat16* const* x,
+                                    float* out) {
     __m512 sums[M][N];
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m)
 #pragma GCC unroll 8
       for (int n = 0; n < N; ++n) sums[m][n] = _mm512_setzero_ps();
     const __m512i lut = table();
-    for (int64_t k = 0; k < w.in; k += kBlock) {
-      Decoded row;
+    const int64_t code_stride = w.in / 2, scale_stride = w.in / kGroup, whole = w.in / kBlock * kBlock;
+    const uint8_t *codes = w.code_row(first), *scales = w.scale_row(first), *next = ahead.codes;
+    prefetch_scales(ahead, w, N);
+    for (int64_t k = 0; k < whole; k += kBlock, codes += kBlock / 2, scales += kBlock / kGroup, next += kBlock / 2)
 #pragma GCC unroll 8
       for (int n = 0; n < N; ++n) {
-        const uint8_t* codes = w.code_row(first + n) + k / 2;
-        _mm_prefetch(reinterpret_cast<const char*>(codes + kAhead), _MM_HINT_T0);
-        decode(codes, w.scale_row(first + n) + k / kGroup, w.in - k, lut, row);
-#pragma GCC unroll 8
-        for (int m = 0; m < M; ++m) {
-          __m512 block = _mm512_setzero_ps();
-#pragma GCC unroll 4
-          for (int j = 0; j < 4; ++j)
-            block = _mm512_dpbf16_ps(block, (__m512bh)row.values[j], (__m512bh)_mm512_loadu_si512(x[m] + k + j * 32));
-          sums[m][n] = _mm512_fmadd_ps(block, row.scale, sums[m][n]);
-        }
+        prefetch(next + n * code_stride);
+        add_block<true, M, N>(codes + n * code_stride, scales + n * scale_stride, kBlock, lut, x, k, n, sums);
       }
+    if (whole < w.in)
+#pragma GCC unroll 8
+      for (int n = 0; n < N; ++n)
+        add_block<false, M, N>(codes + n * code_stride, scales + n * scale_stride, w.in - whole, lut, x, whole, n, sums);
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) reduce(sums[m], out + m * kBlockRows);
+  }
+
+  template <bool kWhole, int M, int N>
+  KIMI_K3_AVX512 static inline __attribute__((always_inline)) void add_block(const uint8_t* codes, const uint8_t* scales,
+                                                                             int64_t left, __m512i lut,
+                                                                             const bfloat16* const* x, int64_t k, int n,
+                                                                             __m512 (&sums)[M][N]) {
+    Decoded row;
+    decode<kWhole>(codes, scales, left, lut, row);
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) {
+      __m512 block = _mm512_setzero_ps();
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j)
+        block = _mm512_dpbf16_ps(block, (__m512bh)row.values[j], (__m512bh)_mm512_loadu_si512(x[m] + k + j * 32));
+      sums[m][n] = _mm512_fmadd_ps(block, row.scale, sums[m][n]);
     }
-#pragma GCC unroll 8
-    for (int m = 0; m < M; ++m) reduce<N>(sums[m], out + m * kBlockRows);
   }
 
-  // Many rows: from weight rows that were decoded once, [rows][blocks].
-  template <int M, int N>
-  KIMI_K3_AVX512 static void tile(const Decoded* w, int64_t blocks, const bfloat16* const* x, float* out) {
-    __m512 sums[M][N];
-    for (int m = 0; m < M; ++m)
-      for (int n = 0; n < N; ++n) sums[m][n] = _mm512_setzero_ps();
-    for (int64_t b = 0; b < blocks; ++b) accumulate<M, N>(w + b, blocks, x, b * kBlock, sums);
-#pragma GCC unroll 8
-    for (int m = 0; m < M; ++m) reduce<N>(sums[m], out + m * kBlockRows);
-  }
-
-  template <int N>
-  static void direct_rows(const PackedMatrix& w, int64_t first, const bfloat16* const* x, int64_t m, float* out) {
+  static void direct_rows(const PackedMatrix& w, int64_t first, const Ahead& ahead, const bfloat16* const* x, int64_t m,
+                          float* out) {
     switch (m) {
-      case 1: return direct<1, N>(w, first, x, out);
-      case 2: return direct<2, N>(w, first, x, out);
-      default: return direct<3, N>(w, first, x, out);
+      case 1: return direct<1>(w, first, ahead, x, out);
+      case 2: return direct<2>(w, first, ahead, x, out);
+      default: return direct<3>(w, first, ahead, x, out);
     }
   }
 
-  template <int N>
-  static void tiles(const Decoded* w, int64_t blocks, const bfloat16* const* x, int64_t m_count, float* out) {
-    int64_t m = 0;
-    for (; m + 3 <= m_count; m += 3) tile<3, N>(w, blocks, x + m, out + m * kBlockRows);
-    if (m_count - m == 2) tile<2, N>(w, blocks, x + m, out + m * kBlockRows);
-    if (m_count - m == 1) tile<1, N>(w, blocks, x + m, out + m * kBlockRows);
+  // Many rows: from four weight rows' blocks first .. first + blocks that were decoded once, [4][blocks]. Between the
+  // pieces of a long row the sums lie in `partial`.
+  template <int M>
+  KIMI_K3_AVX512 static void tile(const Scaled* w, int64_t first, int64_t blocks, bool is_last, const bfloat16* const* x,
+                                  __m512 (*partial)[kBlockRows], float* out) {
+    __m512 sums[M][4];
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
+      for (int n = 0; n < 4; ++n) sums[m][n] = first == 0 ? _mm512_setzero_ps() : partial[m][n];
+    for (int64_t b = 0; b < blocks; ++b) accumulate<M>(w + b, blocks, x, (first + b) * kBlock, sums);
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) {
+      if (is_last) {
+        reduce(sums[m], out + m * kBlockRows);
+        continue;
+      }
+#pragma GCC unroll 4
+      for (int n = 0; n < 4; ++n) partial[m][n] = sums[m][n];
+    }
   }
 
-  KIMI_K3_AVX512 static void decode_rows(const PackedMatrix& w, int64_t first, int64_t count, int64_t blocks,
-                                         Decoded* out) {
+  // Blocks first .. first + blocks of 16 weight rows, [16][blocks].
+  KIMI_K3_AVX512 static void decode_rows(const PackedMatrix& w, int64_t row, int64_t count, const Ahead& ahead,
+                                         int64_t first, int64_t blocks, Scaled* out) {
     const __m512i lut = table();
-    for (int64_t n = 0; n < count; ++n)
-      for (int64_t b = 0; b < blocks; ++b)
-        decode(w.code_row(first + n) + b * (kBlock / 2), w.scale_row(first + n) + b * (kBlock / kGroup),
-               w.in - b * kBlock, lut, out[n * blocks + b]);
+    if (first == 0) prefetch_scales(ahead, w, count);
+    for (int64_t n = 0; n < count; ++n) {
+      const uint8_t* codes = w.code_row(row + n) + first * (kBlock / 2);
+      const uint8_t* scales = w.scale_row(row + n) + first * (kBlock / kGroup);
+      const uint8_t* next = ahead.codes + n * (w.in / 2) + first * (kBlock / 2);
+      int64_t left = std::min(w.in - first * kBlock, blocks * kBlock);
+      for (; left >= kBlock; left -= kBlock, codes += kBlock / 2, scales += kBlock / kGroup, next += kBlock / 2) {
+        prefetch(next);
+        decode_scaled<true>(codes, scales, kBlock, lut, *out++);
+      }
+      if (left > 0) decode_scaled<false>(codes, scales, left, lut, *out++);
+    }
   }
 
-  static void rows(const PackedMatrix& w, int64_t first, int64_t count, const bfloat16* const* x, int64_t m, float* out) {
-    int64_t n = 0;
-    if (m <= 3) {
-      for (; n + 4 <= count; n += 4) direct_rows<4>(w, first + n, x, m, out + n);
-      for (; n < count; ++n) direct_rows<1>(w, first + n, x, m, out + n);
+  // What is read again and again stays in the first cache: decoded blocks of 16 weight rows, and three rows of x.
+  static constexpr int64_t kPieceBlocks = 6;
+
+  KIMI_K3_AVX512 static void rows(const PackedMatrix& w, int64_t first, int64_t count, const Ahead& ahead,
+                                  const bfloat16* const* x, int64_t m_count, float* out) {
+    // Widths are multiples of 32 and blocks of 16: `count` is a multiple of 16.
+    if (m_count <= 3 || !are_scales_moderate(w, first, count)) {
+      for (int64_t n = 0; n < count; n += 4)
+        for (int64_t m = 0; m < m_count; m += 3)
+          direct_rows(w, first + n, ahead.from(n, w), x + m, m_count - m, out + m * kBlockRows + n);
       return;
     }
-    int64_t blocks = padded(w.in) / kBlock;
-    static thread_local std::vector<uint8_t> scratch;
-    scratch.resize(count * blocks * sizeof(Decoded) + 64);
-    auto* decoded = reinterpret_cast<Decoded*>((reinterpret_cast<uintptr_t>(scratch.data()) + 63) & ~uintptr_t(63));
-    decode_rows(w, first, count, blocks, decoded);
-    for (; n + 4 <= count; n += 4) tiles<4>(decoded + n * blocks, blocks, x, m, out + n);
-    for (; n < count; ++n) tiles<1>(decoded + n * blocks, blocks, x, m, out + n);
+    alignas(64) Scaled decoded[kBlockRows * kPieceBlocks];
+    const int64_t blocks = padded(w.in) / kBlock;
+    static thread_local std::vector<std::array<float, 16 * kBlockRows + 16>> scratch;  // one row more: it is aligned below
+    if (blocks > kPieceBlocks) scratch.resize(m_count);
+    auto* partial = reinterpret_cast<__m512(*)[kBlockRows]>((reinterpret_cast<uintptr_t>(scratch.data()) + 63) & ~uintptr_t(63));
+    for (int64_t block = 0; block < blocks; block += kPieceBlocks) {
+      const int64_t piece = std::min(kPieceBlocks, blocks - block);
+      const bool is_last = block + piece == blocks;
+      decode_rows(w, first, count, ahead, block, piece, decoded);
+      for (int64_t m = 0; m < m_count; m += 3)
+        for (int64_t n = 0; n < count; n += 4) {
+          const Scaled* weights = decoded + n * piece;
+          auto* sums = reinterpret_cast<__m512(*)[kBlockRows]>(&partial[m][n]);
+          float* target = out + m * kBlockRows + n;
+          switch (m_count - m) {
+            case 1: tile<1>(weights, block, piece, is_last, x + m, sums, target); break;
+            case 2: tile<2>(weights, block, piece, is_last, x + m, sums, target); break;
+            default: tile<3>(weights, block, piece, is_last, x + m, sums, target);
+          }
+        }
+    }
   }
 
   KIMI_K3_AVX512 static void activate(const float* gate, const float* up, int64_t, const Situ& s, float* hidden) {
@@ -326,7 +421,8 @@ struct Float32Rows {
     for (int m = 0; m < M; ++m) out[m * kBlockRows] = _mm512_reduce_add_ps(sums[m]);
   }
 
-  static void rows(const PackedMatrix& w, int64_t first, int64_t count, const float* const* x, int64_t m_count, float* out) {
+  static void rows(const PackedMatrix& w, int64_t first, int64_t count, const Ahead&, const float* const* x, int64_t m_count,
+                   float* out) {
     for (int64_t n = 0; n < count; ++n) {
       int64_t m = 0;
       for (; m + 8 <= m_count; m += 8) dot<8>(w, first + n, x + m, out + m * kBlockRows + n);

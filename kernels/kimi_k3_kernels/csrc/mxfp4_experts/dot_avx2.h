@@ -127,22 +127,22 @@ struct Avx2Rows {
     return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
   }
 
-  static constexpr int64_t kAhead = 1024;  // bytes between a row's reads and its prefetches
-
   // Few rows: decode in registers.
   template <int M, int N>
-  KIMI_K3_AVX2 static void direct(const PackedMatrix& w, int64_t first, const float* const* x, float* out) {
+  KIMI_K3_AVX2 static void direct(const PackedMatrix& w, int64_t first, const Ahead& ahead, const float* const* x,
+                                  float* out) {
     __m256 sums[M][N];
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m)
 #pragma GCC unroll 8
       for (int n = 0; n < N; ++n) sums[m][n] = _mm256_setzero_ps();
     const int64_t code_stride = w.in / 2, scale_stride = w.in / kGroup, whole = w.in / kBlock * kBlock;
-    const uint8_t *codes = w.code_row(first), *scales = w.scale_row(first);
-    for (int64_t k = 0; k < whole; k += kBlock, codes += kBlock / 2, scales += kBlock / kGroup) {
+    const uint8_t *codes = w.code_row(first), *scales = w.scale_row(first), *next = ahead.codes;
+    prefetch_scales(ahead, w, N);
+    for (int64_t k = 0; k < whole; k += kBlock, codes += kBlock / 2, scales += kBlock / kGroup, next += kBlock / 2) {
 #pragma GCC unroll 8
       for (int n = 0; n < N; ++n) {
-        _mm_prefetch(reinterpret_cast<const char*>(codes + n * code_stride + kAhead), _MM_HINT_T0);
+        prefetch(next + n * code_stride);
         add_block<true, M, N>(codes + n * code_stride, scales + n * scale_stride, x, k, n, sums);
       }
     }
@@ -218,17 +218,18 @@ struct Avx2Rows {
     if (m_count - m == 1) tile<1, N>(decoded.data(), columns, x + m, out + m * kBlockRows);
   }
 
-  static void rows(const PackedMatrix& w, int64_t first, int64_t count, const float* const* x, int64_t m, float* out) {
+  static void rows(const PackedMatrix& w, int64_t first, int64_t count, const Ahead& ahead, const float* const* x, int64_t m,
+                   float* out) {
     // Widths are multiples of 32 and blocks of 16: `count` is a multiple of 16.
     for (int64_t n = 0; n < count; n += 4) {
       if (m == 1) {
-        direct<1, 4>(w, first + n, x, out + n);
+        direct<1, 4>(w, first + n, ahead.from(n, w), x, out + n);
       } else if (m == 2) {
-        direct<2, 2>(w, first + n, x, out + n);
-        direct<2, 2>(w, first + n + 2, x, out + n + 2);
+        direct<2, 2>(w, first + n, ahead.from(n, w), x, out + n);
+        direct<2, 2>(w, first + n + 2, ahead.from(n + 2, w), x, out + n + 2);
       } else if (m == 3) {
-        direct<3, 2>(w, first + n, x, out + n);
-        direct<3, 2>(w, first + n + 2, x, out + n + 2);
+        direct<3, 2>(w, first + n, ahead.from(n, w), x, out + n);
+        direct<3, 2>(w, first + n + 2, ahead.from(n + 2, w), x, out + n + 2);
       } else {
         tiles<4>(w, first + n, x, m, out + n);
       }

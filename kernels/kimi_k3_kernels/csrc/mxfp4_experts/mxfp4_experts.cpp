@@ -103,8 +103,10 @@ void run_panel(const typename Rows::Activation* x, const Integers& ids, const fl
       gate.resize(m * kBlockRows);
       up.resize(m * kBlockRows);
       for (int64_t i = 0; i < m; ++i) rows[i] = &prepared[choices.order[start + i] / topk * latent_padded];
-      Rows::rows(w1.matrix(choices.slots[run]), n, block, rows.data(), m, gate.data());
-      Rows::rows(w3.matrix(choices.slots[run]), n, block, rows.data(), m, up.data());
+      const int64_t next = std::min(task + 1, end - 1), next_n = next % width_blocks * kBlockRows;
+      const int64_t slot = choices.slots[run], next_slot = choices.slots[next / width_blocks];
+      Rows::rows(w1.matrix(slot), n, block, {w1.matrix(next_slot), next_n}, rows.data(), m, gate.data());
+      Rows::rows(w3.matrix(slot), n, block, {w3.matrix(next_slot), next_n}, rows.data(), m, up.data());
       for (int64_t i = 0; i < m; ++i) {
         float values[kBlockRows];
         Rows::activate(&gate[i * kBlockRows], &up[i * kBlockRows], block, situ_betas, values);
@@ -125,7 +127,9 @@ void run_panel(const typename Rows::Activation* x, const Integers& ids, const fl
       rows.resize(m);
       values.resize(m * kBlockRows);
       for (int64_t i = 0; i < m; ++i) rows[i] = &hidden[(start + i) * width_padded];
-      Rows::rows(w2.matrix(choices.slots[run]), n, block, rows.data(), m, values.data());
+      const int64_t next = std::min(task + 1, end - 1), next_n = next % latent_blocks * kBlockRows;
+      const PackedMatrix next_matrix = w2.matrix(choices.slots[next / latent_blocks]);
+      Rows::rows(w2.matrix(choices.slots[run]), n, block, {next_matrix, next_n}, rows.data(), m, values.data());
       for (int64_t i = 0; i < m; ++i)
         Rows::store16(&outputs[choices.order[start + i] * latent + n], &values[i * kBlockRows], block);
     }

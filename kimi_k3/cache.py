@@ -32,6 +32,8 @@ class PackedBatch(NamedTuple):
     export_at: Tensor | None = None  # [X] int64 in 1..T: packed rows that have run; None: no exports
     export_slots: Tensor | None = None  # [X] int64; -1: nowhere
     is_invariant: bool = False  # see `batch_by_tokens`
+    # Of a batch of single tokens: each MLA layer adds the share of its attention that each block of the table draws.
+    block_mass: Tensor | None = None  # [N, B] float32; None: not asked for
 
 
 def batch_without_cache(lengths: list[int], device: torch.device) -> PackedBatch:

@@ -65,6 +65,8 @@ def mark_batch_dynamic(batch: PackedBatch) -> None:
     for per_token in (batch.latent_rows, batch.export_at, batch.export_slots):
         if per_token is not None:
             mark(per_token, 0)
+    if batch.block_mass is not None:
+        mark(batch.block_mass, [0, 1])
 
 
 def mark_layer_dynamic(running_sum: Tensor, bank: Tensor, pools: tuple[Tensor, ...]) -> None:

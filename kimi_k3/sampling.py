@@ -86,40 +86,91 @@ def uniform(seed: int, position: int) -> float:
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
-def sorted_probabilities(logits_V: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
-    """Probabilities, largest first, zero where a filter drops a token, and the tokens they belong to."""
-    # From the largest downwards, so that no quotient overflows to +inf, and by no less than float32 can hold.
-    below_V = logits_V.float() - logits_V.max().float()
-    scaled_V = below_V / max(params.temperature, torch.finfo(torch.float32).tiny)
-    sorted_V, tokens_V = scaled_V.sort(descending=True, stable=True)
-    probabilities_V = sorted_V.softmax(-1)
-    if params.top_k:
-        probabilities_V[params.top_k :] = 0
-    if params.top_p < 1:
-        # Of what top_k left: a token stays while those before it have not reached the share. The first always stays.
-        share_before_V = probabilities_V.cumsum(0) - probabilities_V
-        probabilities_V = probabilities_V.masked_fill(share_before_V >= params.top_p * probabilities_V.sum(), 0)
+BINS = 4096  # of a row's weights on a CPU
+SPAN = 32.0  # the bins cover so much of the scaled logits: what lies deeper weighs less than 2e-14 of the largest
+
+
+class _Descending:
+    """A row's tokens from the most likely one down, equal ones by their number, each with the weight exp(scaled logit).
+
+    Weights are float32, sums float64. Nothing is sorted but what is asked for: weights are summed in bins of scaled
+    logits, and of these only the ones in which a sum is looked up are sorted. On a GPU all lies in one bin: its sums in
+    bins have no fixed order, and its sort is fast.
+    """
+
+    def __init__(self, scaled_V: Tensor, deepest: float) -> None:
+        """scaled_V: [V] float32, <= 0, one of them 0.     deepest: the least of them."""
+        self.scaled_V, self.weights_V = scaled_V, scaled_V.exp()
+        self.bins_V: Tensor | None = None
+        if scaled_V.device.type == "cpu" and deepest < 0:
+            self.bins_V = (scaled_V * ((1 - BINS) / min(-deepest, SPAN))).clamp_(max=BINS - 1).long()
+        self._sorted: dict[int, tuple[Tensor, Tensor]] = {}
+        self.mass_B = self._sums(self.weights_V.double())
+
+    def _sums(self, values_V: Tensor) -> Tensor:
+        """[bins]: the values of each bin and of those before it."""
+        if self.bins_V is None:
+            return values_V.sum(0, keepdim=True)
+        return values_V.new_zeros(BINS).scatter_add_(0, self.bins_V, values_V).cumsum(0)
+
+    def _bin(self, index: int) -> tuple[Tensor, Tensor]:
+        """The tokens of a bin in order, and the mass of all up to each."""
+        if index not in self._sorted:
+            if self.bins_V is None:
+                tokens = self.scaled_V.sort(descending=True, stable=True).indices
+            else:
+                tokens = (self.bins_V == index).nonzero()[:, 0]
+                tokens = tokens[self.scaled_V[tokens].sort(descending=True, stable=True).indices]
+            mass = self.weights_V[tokens].double().cumsum(0)
+            self._sorted[index] = tokens, mass + self.mass_B[index - 1] if index else mass
+        return self._sorted[index]
+
+    def mass(self) -> float:
+        return float(self.mass_B[-1])
+
+    def mass_of_first(self, count: int) -> float:
+        """Of the `count` most likely ones, 1 <= count <= V."""
+        counts_B = self._sums(torch.ones_like(self.scaled_V, dtype=torch.float64))
+        index = int(torch.searchsorted(counts_B, float(count)))
+        before = int(counts_B[index - 1]) if index else 0
+        return float(self._bin(index)[1][count - before - 1])
+
+    def first_at(self, mass: float, *, is_beyond: bool) -> tuple[int, float]:
+        """The first token with which the sum reaches `mass` (goes beyond it, if is_beyond), and that sum."""
+        index = min(int(torch.searchsorted(self.mass_B, mass, right=is_beyond)), self.mass_B.numel() - 1)
+        tokens, mass_up_to = self._bin(index)
+        # A bin's own sum and that of its sorted tokens may round apart: then it is the last one that weighs something.
+        last = int(torch.searchsorted(mass_up_to, mass_up_to[-1]))
+        place = min(int(torch.searchsorted(mass_up_to, mass, right=is_beyond)), last)
+        return int(tokens[place]), float(mass_up_to[place])
+
+
+def _kept_mass(row: _Descending, params: SamplingParams) -> float:
+    """The mass that the filters leave. Each keeps the most likely tokens down to some place."""
+    size = row.scaled_V.shape[0]
+    kept = row.mass_of_first(params.top_k) if 0 < params.top_k < size else row.mass()
+    if params.top_p < 1:  # of what top_k left: a token stays while those before it have not reached the share
+        kept = min(kept, row.first_at(params.top_p * kept, is_beyond=False)[1])
     if params.min_p:
-        probabilities_V = probabilities_V.masked_fill(probabilities_V < params.min_p * probabilities_V[0], 0)
-    return probabilities_V / probabilities_V.sum(), tokens_V
+        likely = int(torch.count_nonzero(row.weights_V >= params.min_p))  # the most likely one weighs 1
+        kept = min(kept, row.mass_of_first(likely)) if likely < size else kept
+    return kept
 
 
 def sample(logits_V: Tensor, params: SamplingParams, seed: int, position: int) -> int:
-    """The next token of one row, by inverting the cumulative distribution at `uniform(seed, position)`.
+    """The next token of one row, by inverting the cumulative distribution, largest first, at `uniform(seed, position)`.
 
     Raises: FloatingPointError if a logit is NaN or +inf, or all are -inf: argmax over those would be a silent token 0.
     """
-    if not torch.isfinite(logits_V.max()):
+    lowest, highest = torch.aminmax(logits_V)
+    if not math.isfinite(best := float(highest)):
         raise FloatingPointError(f"sample: non-finite logits at generated token {position}")
     if params.temperature == 0:
         return int(logits_V.argmax())
-    probabilities_V, tokens_V = sorted_probabilities(logits_V, params)
-    cumulative_V = probabilities_V.double().cumsum(0)
-    draw = uniform(seed, position) * float(cumulative_V[-1])
-    index = int(
-        torch.searchsorted(cumulative_V, torch.tensor(draw, dtype=torch.float64, device=logits_V.device), right=True)
-    )
-    return int(tokens_V[min(index, int((probabilities_V > 0).sum()) - 1)])
+    # From the largest downwards, so that no quotient overflows to +inf, and by no less than float32 can hold.
+    temperature = max(params.temperature, torch.finfo(torch.float32).tiny)
+    row = _Descending((logits_V.float() - best).div_(temperature), (float(lowest) - best) / temperature)
+    return row.first_at(uniform(seed, position) * _kept_mass(row, params), is_beyond=True)[0]
 
 
 def penalize(logits_V: Tensor, params: SamplingParams, prompt: Sequence[int], generated: Sequence[int]) -> Tensor:

@@ -3,6 +3,8 @@
     page p:   | states of all KDA layers | windows of all KDA layers |  or  | block | block | ... |
     block:    | latents of all MLA layers, [block_size, R + rope] each |
 
+    bf16 snapshot:    states rounded to bfloat16, windows as they are, spread over as many blocks as they need
+
 A slot or a block of all layers is one run of bytes: copying one is one copy. To a layer its pool looks like any other,
 `[S, H, K, V]` or `[P, block, R + rope]`, with the page or the block as the stride of dimension 0.
 """
@@ -24,6 +26,7 @@ ALIGNMENT = 64  # bytes
 HEAD_SLICES = (
     8  # a stored state is cut into so many slices of heads, so that other parallel degrees can read their part
 )
+STAGED = -1  # instead of a slot: the state in the staging buffer
 
 
 def _aligned(nbytes: int) -> int:
@@ -33,8 +36,10 @@ def _aligned(nbytes: int) -> int:
 class PoolLayout:
     """Sizes in bytes, and where each layer's part lies, for one model and block size."""
 
-    def __init__(self, model: KimiK3ForCausalLM, block_size: int = BLOCK_SIZE) -> None:
-        self.block_size = block_size
+    def __init__(
+        self, model: KimiK3ForCausalLM, block_size: int = BLOCK_SIZE, *, has_bf16_snapshots: bool = False
+    ) -> None:
+        self.block_size, self.has_bf16_snapshots = block_size, has_bf16_snapshots
         config, pools = model.config.text_config, model.make_cache(1).pools
         self.slot_parts: list[tuple[int, int, Tensor]] = []  # layer, offset in a page, a sample [1, ...]
         self.block_parts: list[tuple[int, int, Tensor]] = []
@@ -56,6 +61,13 @@ class PoolLayout:
         # A page is a whole number of blocks: blocks then have one stride through the whole buffer.
         self.blocks_per_page = max(1, -(-self.slot_bytes // self.block_bytes))
         self.page_bytes = self.blocks_per_page * self.block_bytes
+        # A bf16 snapshot, in blocks; never more of them than a page has.
+        self.packed_parts = [
+            (layer_idx, sample.bfloat16() if number < len(kda_layers) else sample)
+            for number, (layer_idx, _, sample) in enumerate(self.slot_parts)
+        ]
+        self.packed_blocks = -(-sum(_aligned(sample.nbytes) for _, sample in self.packed_parts) // self.block_bytes)
+        self.snapshot_bytes = self.packed_blocks * self.block_bytes if has_bf16_snapshots else self.slot_bytes
 
 
 class DevicePools:
@@ -73,16 +85,29 @@ class DevicePools:
         self.local_heads = layout.slot_parts[0][2].shape[1] if layout.slot_parts else 0
         self.first_head = first_head  # of `num_heads` in all: another rank holds the others
         self.num_heads = self.local_heads if num_heads is None else num_heads
-        self.buffer = torch.zeros(num_pages * layout.page_bytes, dtype=torch.uint8, device=device)
-        self._pages = self.buffer.view(num_pages, layout.page_bytes)
+        # One block more than the pages hold, for rows that only fill up a batch.
+        self.scrap_block = num_pages * layout.blocks_per_page
+        num_bytes = num_pages * layout.page_bytes
+        self.buffer = torch.zeros(num_bytes + layout.block_bytes, dtype=torch.uint8, device=device)
+        self._pages = self.buffer[:num_bytes].view(num_pages, layout.page_bytes)
         self._blocks = self.buffer.view(-1, layout.block_bytes)
         parts: dict[int, list[Tensor]] = {}
         for layer_idx, offset, sample in layout.slot_parts:
             parts.setdefault(layer_idx, []).append(self._view(sample, num_pages, layout.page_bytes, offset))
         for layer_idx, offset, sample in layout.block_parts:
-            count = num_pages * layout.blocks_per_page
-            parts[layer_idx] = [self._view(sample, count, layout.block_bytes, offset)]
+            parts[layer_idx] = [self._view(sample, self.scrap_block + 1, layout.block_bytes, offset)]
         self.pools = {layer_idx: tuple(views) for layer_idx, views in sorted(parts.items())}
+        self._staging = torch.zeros(
+            layout.packed_blocks * layout.block_bytes if layout.has_bf16_snapshots else 0,
+            dtype=torch.uint8,
+            device=device,
+        )
+        self._staged: dict[int, list[Tensor]] = {}  # layer -> its states and windows in the staging buffer
+        offset = 0
+        for layer_idx, sample in layout.packed_parts if layout.has_bf16_snapshots else ():
+            part = self._staging[offset : offset + sample.nbytes].view(sample.dtype).view(sample.shape)
+            self._staged.setdefault(layer_idx, []).append(part)
+            offset += _aligned(sample.nbytes)
 
     def _view(self, sample: Tensor, count: int, stride_bytes: int, offset_bytes: int) -> Tensor:
         size = sample.element_size()
@@ -98,11 +123,34 @@ class DevicePools:
     def copy_block(self, source: int, target: int) -> None:
         self._blocks[target].copy_(self._blocks[source])
 
+    # A bf16 snapshot passes through the staging buffer: between a slot and it, and between it and blocks.
+
+    def stage_slot(self, slot: int) -> None:
+        for i, views in self._staged.items():
+            for part, pool in zip(views, self.pools[i]):
+                part[0].copy_(pool[slot])
+
+    def unstage_slot(self, slot: int) -> None:
+        for i, views in self._staged.items():
+            for part, pool in zip(views, self.pools[i]):
+                pool[slot].copy_(part[0])
+
+    def stage_blocks(self, places: list[int]) -> None:
+        for place, part in zip(places, self._staging.view(-1, self.layout.block_bytes)):
+            part.copy_(self._blocks[place])
+
+    def unstage_blocks(self, places: list[int]) -> None:
+        for place, part in zip(places, self._staging.view(-1, self.layout.block_bytes)):
+            self._blocks[place].copy_(part)
+
     def clear_slot(self, slot: int) -> None:
         self._pages[slot].zero_()
 
     def clear_block(self, place: int, first: int = 0) -> None:
-        """Zero a block's latents from row `first` on."""
+        """Zero a block, or its latents from row `first` on."""
+        if first == 0:
+            self._blocks[place].zero_()
+            return
         for i, _, _ in self.layout.block_parts:
             self.pools[i][0][place, first:].zero_()
 
@@ -131,12 +179,16 @@ class DevicePools:
             self.pools[i][0][place, : latents.shape[0]].copy_(latents)
 
     def read_slot(self, slot: int, heads: tuple[int, int]) -> dict[str, Tensor]:
-        """Copies on the CPU of some heads of a state: states [H, K, V] and windows [W - 1, 3, H, K] of each layer."""
-        payload = {}
+        """Copies on the CPU of some heads of a state: states [H, K, V] and windows [W - 1, 3, H, K] of each layer.
+
+        slot: or STAGED.
+        """
+        payload, dtype = {}, torch.bfloat16 if self.layout.has_bf16_snapshots else None
         for i in {i for i, _, _ in self.layout.slot_parts}:
-            states, windows = self.pools[i]
-            payload[f"states_{i}"] = states[slot, self._local(heads)].to("cpu", copy=True)
-            by_head = windows[slot].unflatten(-1, (3, states.shape[1], -1))
+            states, windows = self._staged[i] if slot == STAGED else self.pools[i]
+            at = 0 if slot == STAGED else slot
+            payload[f"states_{i}"] = states[at, self._local(heads)].to("cpu", dtype or states.dtype, copy=True)
+            by_head = windows[at].unflatten(-1, (3, states.shape[1], -1))
             payload[f"windows_{i}"] = by_head[:, :, self._local(heads)].to("cpu", copy=True).contiguous()
         return payload
 
@@ -144,7 +196,8 @@ class DevicePools:
         for i in {i for i, _, _ in self.layout.slot_parts}:
             states, windows = self.pools[i]
             target = states[slot, self._local(heads)]
-            _check(payload[f"states_{i}"], tuple(target.shape), target.dtype, f"states of layer {i}")
+            dtype = torch.bfloat16 if self.layout.has_bf16_snapshots else target.dtype
+            _check(payload[f"states_{i}"], tuple(target.shape), dtype, f"states of layer {i}")
             target.copy_(payload[f"states_{i}"])
             target = windows[slot].unflatten(-1, (3, states.shape[1], -1))[:, :, self._local(heads)]
             _check(payload[f"windows_{i}"], tuple(target.shape), target.dtype, f"windows of layer {i}")

@@ -1,20 +1,28 @@
-"""Which experts the tokens chose: counts on the device, and a trace in a file. Neither costs anything while it is off."""
+"""Which experts the tokens chose: counts on the device, a trace in a file, and what each request has been choosing of late.
+
+None of it costs anything while it is off.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from kimi_k3.engine.request import Request
 from kimi_k3.layers.moe import KimiK3SparseMoE
+from kimi_k3.parallel.placement import ExpertPlacement
 from kimi_k3.parallel.traces import TraceWriter
 
 if TYPE_CHECKING:
     from kimi_k3.modeling_kimi_k3 import KimiK3ForCausalLM
 
 SCORES_AT_ONCE = 1 << 24  # elements, of several layers stacked
+CHOICES_KEPT = 0.9  # of what is known of a request when its next tokens have run
 
 
 class ExpertCounts:
@@ -35,6 +43,9 @@ class ExpertCounts:
         self.counts = torch.zeros(len(moe), num_experts, dtype=torch.int64, device=model.device)
         self.num_forwards = 0
         self._trace: TraceWriter | None = None
+        self.share_MEW: Tensor | None = (
+            None  # what each worker takes of an expert's tokens, where requests are followed
+        )
 
     def record(self, path: str | Path | None) -> None:
         """Write what follows to `path`, or no more."""
@@ -42,19 +53,55 @@ class ExpertCounts:
             self._trace.close()
         self._trace = None if path is None else TraceWriter(path)
 
+    def follow(self, placement: ExpertPlacement | None) -> None:
+        """Keep `Request.experts` and `Request.expert_loads` from now on, for workers that hold experts so; None: no more."""
+        self.share_MEW = None
+        if placement is None:
+            return
+        shape = (placement.num_layers, placement.num_experts)
+        if shape != tuple(self.counts.shape):
+            raise ValueError(
+                f"experts: want a placement of {tuple(self.counts.shape)} (MoE layers, experts), got {shape}"
+            )
+        layer, worker, slot = np.nonzero(placement.is_active)
+        share = torch.zeros(*shape, placement.num_workers)
+        share[layer, placement.slots[layer, worker, slot], worker] = 1.0
+        self.share_MEW = (share / share.sum(-1, keepdim=True)).to(self.counts.device)
+
     @torch.no_grad()
-    def add(self, router_logits: list[Tensor], num_tokens: int) -> None:
-        """router_logits: [>= num_tokens, E] of each MoE layer; rows beyond num_tokens are padding."""
+    def add(self, router_logits: list[Tensor], rows: Sequence[tuple[Request, int]]) -> None:
+        """router_logits: [>= T, E] of each MoE layer; rows beyond T are padding.     rows: T, by request."""
+        num_tokens = sum(count for _, count in rows)
+        recent = []
         size = max(1, SCORES_AT_ONCE // max(1, num_tokens * self.counts.shape[1]))
         for first in range(0, len(self.layers), size):
             some = slice(first, first + size)
             ids_MTA = self._choose(router_logits[some], self._routers[some], num_tokens)
             flat_MX = ids_MTA.flatten(1)
             self.counts[some].scatter_add_(1, flat_MX, torch.ones_like(flat_MX))
+            if self.share_MEW is not None:
+                recent.append(self._recent(ids_MTA, [count for _, count in rows]))
             if self._trace is not None:
                 for layer_idx, ids_TA in zip(self.layers[some], ids_MTA.cpu()):
                     self._trace.write(self.num_forwards, layer_idx, ids_TA)
         self.num_forwards += 1
+        if self.share_MEW is not None:
+            for (request, _), new_ME in zip(rows, torch.cat(recent).transpose(0, 1)):
+                old_ME = new_ME if request.experts is None else request.experts
+                request.experts = CHOICES_KEPT * old_ME + (1 - CHOICES_KEPT) * new_ME
+            known_NME = torch.stack([request.experts for request, _ in rows if request.experts is not None])
+            loads_NW = torch.einsum("nme,mew->nw", known_NME, self.share_MEW) / len(self.layers)
+            for (request, _), loads in zip(rows, loads_NW.tolist()):
+                request.expert_loads = tuple(loads)
+
+    def _recent(self, ids_MTA: Tensor, counts: list[int]) -> Tensor:
+        """[layers, N, E]: how often a token of each request chose each expert, on average."""
+        num_experts, tokens_N = self.counts.shape[1], torch.tensor(counts, device=ids_MTA.device)
+        places_T = torch.arange(len(counts), device=ids_MTA.device).repeat_interleave(tokens_N) * num_experts
+        flat_MX = (places_T[:, None] + ids_MTA).flatten(1)
+        chosen_MX = torch.zeros(len(ids_MTA), len(counts) * num_experts, device=ids_MTA.device)
+        chosen_MX.scatter_add_(1, flat_MX, torch.ones_like(flat_MX, dtype=torch.float32))
+        return chosen_MX.unflatten(1, (len(counts), num_experts)) / tokens_N[:, None]
 
     @staticmethod
     def _choose(router_logits: list[Tensor], routers: list, num_tokens: int) -> Tensor:

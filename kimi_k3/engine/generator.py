@@ -24,7 +24,7 @@ from kimi_k3.engine.other_groups import OtherGroups
 from kimi_k3.engine.prefix_index import chain
 from kimi_k3.engine.request import GenerationResult, Request, RequestOutput, TokenLogprobs
 from kimi_k3.engine.residency import REFRESH_STEPS, Residency
-from kimi_k3.engine.runner import Piece, Runner
+from kimi_k3.engine.runner import CudaRecorder, DecodeGraphs, Piece, Runner
 from kimi_k3.engine.scheduler import DEFAULT_POLICY, SCHEDULERS, Candidate, Resources
 from kimi_k3.engine.tier_format import LossyCodec
 from kimi_k3.generation import StopText, end_ids
@@ -59,18 +59,31 @@ class KimiK3Generator:
         data_parallel: on a mesh with experts on "ep", each "dp" group of ranks runs the requests that it is given, with its
             own memory, and takes part in the others' steps with zero tokens when it has none. All ranks call `generate`,
             or `step` while `has_unfinished()`, equally often. Without it every rank is given the same requests.
+        heat_every: every so many decode steps record which blocks attention looks at (`heat_map`), about the cost of MLA's
+            scores once more; 0: never. It orders reads ahead and eviction; attention reads every block all the same.
+        snapshots: "bf16" keeps the states of the prefix cache and of parked requests in half the bytes, rounded: what
+            follows a hit then differs within bf16's error. Live states stay float32.
+        cuda_graphs: on a GPU, unless the model is sharded or offloaded, replay recorded decode steps. (It has not run on a
+            GPU yet: all but the recording itself is tested on a CPU.)
     """
 
     def __init__(
         self, model: KimiK3ForCausalLM, tokenizer: KimiK3Tokenizer | None = None, *, max_num_seqs: int = 64,
         max_tokens_per_step: int = 2048, memory: int | str = "auto", num_blocks: int | None = None,
         block_size: int = BLOCK_SIZE, prefix_cache: bool = True, scheduler: str = "dependency_aware",
-        tiers: Sequence[Any] = (), batch_invariant: bool = False, data_parallel: bool = False,
+        tiers: Sequence[Any] = (), batch_invariant: bool = False, data_parallel: bool = False, heat_every: int = 0,
+        snapshots: str = "exact", cuda_graphs: bool = True,
     ) -> None:  # fmt: skip
         for name, value in (("max_num_seqs", max_num_seqs), ("max_tokens_per_step", max_tokens_per_step),
                             ("block_size", block_size)):  # fmt: skip
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"KimiK3Generator: want {name} >= 1, got {value!r}")
+        if not isinstance(heat_every, int) or heat_every < 0:
+            raise ValueError(f"KimiK3Generator: want heat_every >= 0, got {heat_every!r}")
+        if snapshots not in ("exact", "bf16"):
+            raise ValueError(f"KimiK3Generator: want snapshots 'exact' or 'bf16', got {snapshots!r}")
+        if batch_invariant and snapshots != "exact":
+            raise ValueError(f"KimiK3Generator: batch_invariant wants snapshots='exact', got {snapshots!r}")
         if scheduler not in SCHEDULERS:
             raise ValueError(f"KimiK3Generator: want scheduler in {sorted(SCHEDULERS)}, got {scheduler!r}")
         if max_tokens_per_step < block_size:
@@ -87,21 +100,27 @@ class KimiK3Generator:
         self.agreement = Agreement(model, of_tp=data_parallel)
         self.others = OtherGroups(model) if data_parallel else None
         self.expert_changes = ExpertChanges(model)
+        if heat_every and self.agreement.tp_size > 1:  # each rank sees its own heads, and eviction must be alike on all
+            raise ValueError(f"KimiK3Generator: want heat_every=0 under tensor parallelism, got {heat_every}")
         self.counts: Counter[str] = Counter()
         self._requests: dict[int, Request] = {}  # not finished, in order of arrival
         self.memory = Residency(
             model, self.agreement, self._requests, memory=memory, num_blocks=num_blocks, max_num_seqs=max_num_seqs,
             block_size=block_size,
-            prefix_cache=prefix_cache, tiers=tiers, counts=self.counts,
+            prefix_cache=prefix_cache, tiers=tiers, counts=self.counts, has_bf16_snapshots=snapshots == "bf16",
         )  # fmt: skip
         self.pools, self.pool, self.index = self.memory.pools, self.memory.pool, self.memory.index
         self.tiers = self.memory.tiers
-        self.runner = Runner(model, self.pool, self.pools)
+        self.runner = Runner(model, self.pool, self.pools, heat_every)
+        is_whole = self.agreement.size == 1 and all(p.device == model.device for p in model.parameters())
+        if cuda_graphs and model.device.type == "cuda" and is_whole:
+            self.runner.graphs = DecodeGraphs(model, self.pools, CudaRecorder())
         self._was_invariant = model.model.is_batch_invariant
         model.set_batch_invariant(batch_invariant)
         self._root = self._root_key(batch_invariant)
         self._ends = end_ids(model, None) | frozenset(tokenizer.end_token_ids if tokenizer is not None else ())
 
+        self._expert_budget = 0.0
         self._next_rid = 0
         self._finished_outputs: list[RequestOutput] = []
         self._results: dict[int, GenerationResult] = {}
@@ -225,6 +244,8 @@ class KimiK3Generator:
         plan = self._schedule(candidates, self._resources(running))
         self.counts["schedule_us"] += int(1e6 * (time.perf_counter() - decision_started))
         self.counts["held_line"] += len(self._requests) - len(candidates)
+        if self._expert_budget and plan.expert_load > self._expert_budget:
+            self.counts["overloaded_steps"] += 1
         for reason in plan.reasons.values():
             self.counts[f"held_{reason}"] += 1
         for rid, how in plan.preempt:
@@ -271,7 +292,7 @@ class KimiK3Generator:
             request.rid, request.rid, request.priority, True, done, total, done >= prompt and total - done <= 1,
             len(request.table), self.memory.unshared_blocks(request), 0, None, "none", 0,
             request.params.max_new_tokens - total + prompt, max(0, done - max(last_saved, request.reuse)),
-            self.num_steps - request.last_step, (), self.num_steps - request.admitted_step,
+            self.num_steps - request.last_step, request.expert_loads, self.num_steps - request.admitted_step,
         )  # fmt: skip
 
     def _waiting_candidate(self, request: Request, place: int) -> Candidate:
@@ -282,7 +303,7 @@ class KimiK3Generator:
         return Candidate(
             request.rid, request.rid, request.priority, False, 0, total, False, request.reuse_shared, 0,
             request.expected_reuse, request.waits_for, request.fetch_state, request.fetch_bytes,
-            request.params.max_new_tokens - total + prompt, 0, self.num_steps - request.last_step,
+            request.params.max_new_tokens - total + prompt, 0, self.num_steps - request.last_step, request.expert_loads,
         )  # fmt: skip
 
     def _resources(self, running: list[Request]) -> Resources:
@@ -291,6 +312,7 @@ class KimiK3Generator:
             room_blocks=self.memory.room_blocks(running), slot_blocks=layout.blocks_per_page,
             total_blocks=self.pool.total_blocks, block_size=self.block_size, max_num_seqs=self.max_num_seqs,
             max_tokens_per_step=self.max_tokens_per_step, can_park=True, bytes_per_block=layout.block_bytes,
+            expert_budget=self._expert_budget,
         )  # fmt: skip
 
     def _find_dependencies(self, running: list[Request], waiting: list[Request]) -> None:
@@ -347,6 +369,7 @@ class KimiK3Generator:
             if request.read_from is not None:
                 request.read_from.pins -= 1
                 request.read_from = None
+            self.memory.pack(request.saved)
             if request.done == len(request.tokens):
                 for snapshot in request.saved:
                     if snapshot.position == request.done:
@@ -363,7 +386,8 @@ class KimiK3Generator:
         """Choose each row's next token by its own parameters alone."""
         if not requests:
             return []
-        best, tokens = logits_RV.max(-1)
+        is_plain = [_is_plain_greedy(request.params) for request in requests]
+        best, tokens = logits_RV.max(-1) if any(is_plain) else (logits_RV.amax(-1), logits_RV.new_empty(0))
         is_finite, greedy = torch.isfinite(best).tolist(), tokens.tolist()
         outputs = []
         for row, request in enumerate(requests):
@@ -376,12 +400,7 @@ class KimiK3Generator:
                     logits_V = penalize(logits_V, params, request.prompt, request.generated)
                 if not is_finite[row]:
                     raise FloatingPointError(f"non-finite logits at generated token {len(request.generated)}")
-                if (
-                    params.temperature == 0
-                    and logits_V is not None
-                    and not params.has_penalties
-                    and params.logits_processor is None
-                ):
+                if is_plain[row]:
                     token = greedy[row]
                 else:
                     token = sample(logits_V, params, request.seed, len(request.generated))
@@ -453,6 +472,7 @@ class KimiK3Generator:
                 "preemptions": request.preemptions, "replayed_tokens": request.replayed_tokens,
             },
             logprobs=request.logprobs if request.params.logprobs is not None else None, error=request.error,
+            heat=request.heat,
         )  # fmt: skip
         del self._requests[request.rid]
         if is_announced:
@@ -579,6 +599,7 @@ class KimiK3Generator:
                 "slots_live": running, "slots_snapshots": self.index.num_snapshots, "slots_free": self.pool.free_pages,
                 "pages": self.pool.num_pages, "blocks_used": self.pool.num_blocks,
                 "blocks_cached": self.index.num_blocks, "blocks_free": self.pool.free_blocks,
+                "blocks_snapshots": self.index.num_snapshot_blocks, "snapshot_bytes": self.pools.layout.snapshot_bytes,
                 "bytes_total": self.pools.num_pages * self.pools.layout.page_bytes,
                 "evictions": self.index.evictions, "step_seconds": self._step_seconds,
                 "forward_seconds": self._forward_seconds, **self.counts,
@@ -601,12 +622,50 @@ class KimiK3Generator:
             metrics += expert_metrics(experts.counts.cpu(), experts.layers, experts.bytes_per_layer, hottest=hottest)
         return exposition(metrics)
 
+    def heat_map(self, request_id: int) -> list[float]:
+        """The share of attention that each block of a request's tokens drew lately, the mean over heads and MLA layers.
+
+        A decaying average of the recorded steps, which adds up to 1. Empty before the first one.
+
+        Raises: ValueError where nothing is recorded (`heat_every=0`); KeyError for a request that is neither running nor
+            waiting and whose result was taken: its `heat` holds the same.
+        """
+        with self._lock:
+            if not self.runner.heat_every:
+                raise ValueError("heat_map: heat is not recorded; want KimiK3Generator(heat_every=...) above 0")
+            known = self._requests.get(request_id) or self._results[request_id]
+            return list(known.heat)
+
     def count_experts(self, is_on: bool = True) -> None:
         """Start to count from zero which experts tokens choose, or stop; off costs nothing."""
         with self._lock:
             if self.runner.experts is not None:
                 self.runner.experts.record(None)
             self.runner.experts = ExpertCounts(self.model) if is_on else None
+            self._expert_budget = 0.0
+            for request in self._requests.values():
+                request.experts, request.expert_loads = None, ()
+
+    def limit_experts(self, placement: ExpertPlacement | None, budget: float = 0.0) -> None:
+        """Follow which experts each request chooses of late, and admit none that would overload a worker.
+
+        Args:
+            placement: which worker holds which experts; None: no more of it.
+            budget: choices a layer and a step that the busiest worker may get by prediction; 0: follow only. A step in
+                which those that run exceed it is counted as `overloaded_steps`. (All workers together get a choice for
+                each expert per token of each token.)
+        Raises: ValueError for a placement of other layers or experts, or a negative budget.
+        """
+        if not budget >= 0:
+            raise ValueError(f"limit_experts: want budget >= 0, got {budget!r}")
+        with self._lock:
+            if self.runner.experts is None and placement is not None:
+                self.count_experts()
+            if self.runner.experts is not None:
+                self.runner.experts.follow(placement)
+            self._expert_budget = 0.0 if placement is None else budget
+            for request in self._requests.values():
+                request.experts, request.expert_loads = None, ()
 
     def expert_counts(self) -> Tensor:
         """[MoE layers, E] int64 on the CPU since `count_experts`: a row adds up to tokens that ran x experts per token. With
@@ -657,6 +716,7 @@ class KimiK3Generator:
             "kimi_k3 prefix 1", json.dumps(model.config.to_dict(), sort_keys=True, default=str), str(model.dtype),
             str(self.block_size), self.agreement.weights_digest(model),
             f"batch invariant, {self.agreement.tp_size} ranks" if batch_invariant else "",
+            *(["bf16 snapshots"] if self.pools.layout.has_bf16_snapshots else []),
         ]  # fmt: skip
         return hashlib.sha256("\n".join(parts).encode()).digest()
 
@@ -679,6 +739,10 @@ class KimiK3Generator:
         digest.update(pixel_values.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
         grown = given[token_index].tolist()
         return grown, embeds, {places[b - 1] for b in boundaries}, extra_key + digest.digest()
+
+
+def _is_plain_greedy(params: SamplingParams) -> bool:
+    return params.temperature == 0 and not params.has_penalties and params.logits_processor is None
 
 
 def _logprobs(logits_V: Tensor, token: int, count: int) -> TokenLogprobs:

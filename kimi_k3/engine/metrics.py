@@ -32,8 +32,8 @@ _BY_KEY = (
       "generated": "generated_tokens", "replayed": "replayed_tokens"}),
     ("slots", "gauge", "KDA states: of running requests, kept snapshots, and room for more.", "state",
      {"live": "slots_live", "snapshots": "slots_snapshots", "free": "slots_free"}),
-    ("blocks", "gauge", "Latent blocks: in use, of these in the prefix cache, and room for more.", "state",
-     {"used": "blocks_used", "cached": "blocks_cached", "free": "blocks_free"}),
+    ("blocks", "gauge", "Latent blocks: in use, of these in the prefix cache or as bf16 snapshots, and room for more.", "state",
+     {"used": "blocks_used", "cached": "blocks_cached", "snapshots": "blocks_snapshots", "free": "blocks_free"}),
 )  # fmt: skip
 _SINGLE = (
     ("requests_total", "counter", "Requests added.", "requests", 1.0),
@@ -43,6 +43,7 @@ _SINGLE = (
     ("schedule_seconds_total", "counter", "Time of scheduling decisions.", "schedule_us", 1e-6),
     ("evictions_total", "counter", "Entries that left the prefix cache.", "evictions", 1.0),
     ("pages", "gauge", "Pages of the memory: a page is one KDA state or several latent blocks.", "pages", 1.0),
+    ("snapshot_bytes", "gauge", "Memory of one kept snapshot.", "snapshot_bytes", 1.0),
     ("memory_bytes", "gauge", "Memory for latents and states.", "bytes_total", 1.0),
 )
 # Families whose label is the rest of the key.

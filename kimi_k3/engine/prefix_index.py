@@ -22,7 +22,10 @@ END_WEIGHT = 8.0
 
 @dataclass(eq=False)
 class Snapshot:
-    """The state after `position` tokens of a path. `hidden`: the last layer's output there, so that nothing need run."""
+    """The state after `position` tokens of a path, in a slot or, rounded to bf16, in blocks (handles; then slot is -1).
+
+    hidden: the last layer's output there, so that nothing need run.
+    """
 
     position: int
     slot: int
@@ -31,6 +34,13 @@ class Snapshot:
     used: int = 0  # when, by the index's clock
     pins: int = 0  # readers in this step
     is_stored: bool = False  # in a tier
+    blocks: list[int] = field(default_factory=list)
+
+    def free(self, pool: PagePool) -> None:
+        if self.slot >= 0:
+            pool.free_slot(self.slot)
+        for block in self.blocks:
+            pool.free_block(block)
 
 
 @dataclass(eq=False)
@@ -44,6 +54,7 @@ class Node:
     snapshots: dict[int, Snapshot] = field(default_factory=dict)  # by position
     used: int = 0
     is_stored: bool = False  # in a tier
+    heat: float = 0.0  # the share of attention that its block drew lately; 0 where that is not recorded
 
     @property
     def end(self) -> int:
@@ -105,7 +116,7 @@ class PrefixIndex:
     """
     Args:
         pool: where slots and blocks come from; the index frees what it owns there.
-        block_size: tokens.     slot_bytes, block_bytes: what they weigh.
+        block_size: tokens.     slot_bytes, block_bytes: what a snapshot and a block weigh.
         snapshot_weight, latent_weight: their bytes count so much when the cost of recomputing is set against them.
         on_evict: called with everything that is about to be freed.
     """
@@ -127,6 +138,10 @@ class PrefixIndex:
     @property
     def num_snapshots(self) -> int:
         return len(self._snapshots)
+
+    @property
+    def num_snapshot_blocks(self) -> int:
+        return sum(len(snapshot.blocks) for snapshot in self._snapshots)
 
     # What is known.
 
@@ -171,11 +186,14 @@ class PrefixIndex:
 
     # What becomes known.
 
-    def publish(self, root: bytes, tokens: Sequence[int], blocks: Sequence[int], snapshots: Iterable[Snapshot]) -> None:
+    def publish(
+        self, root: bytes, tokens: Sequence[int], blocks: Sequence[int], snapshots: Iterable[Snapshot],
+        heat: Sequence[float] = (),
+    ) -> None:  # fmt: skip
         """Keep the states in `snapshots` with the latents before them.
 
         The index takes the slots (a position that it already has, or that lies past `tokens`, is freed) and its own
-        references to those of `blocks` (handles, one for each block of `tokens`) that it lacks.
+        references to those of `blocks` (handles, one for each block of `tokens`) that it lacks. `heat`: of these blocks.
         """
         self.clock += 1
         wanted = sorted(snapshots, key=lambda s: s.position)
@@ -185,6 +203,7 @@ class PrefixIndex:
             chunk = tuple(tokens[start : min(start + self.block_size, last)])
             node = self._extend(node, chunk, start, blocks[index])
             node.used = self.clock
+            node.heat = heat[index] if index < len(heat) else node.heat
             for snapshot in [s for s in wanted if start < s.position <= start + len(chunk)]:
                 wanted.remove(snapshot)
                 snapshot.used = self.clock
@@ -195,9 +214,9 @@ class PrefixIndex:
                 else:
                     kept.is_end, kept.used = kept.is_end or snapshot.is_end, self.clock
                     kept.hidden = snapshot.hidden if kept.hidden is None else kept.hidden
-                    self.pool.free_slot(snapshot.slot)
+                    snapshot.free(self.pool)
         for snapshot in wanted:
-            self.pool.free_slot(snapshot.slot)
+            snapshot.free(self.pool)
         self._drop_root_if_empty(root)
 
     def _extend(self, parent: Node, chunk: tuple[int, ...], start: int, block: int) -> Node:
@@ -229,7 +248,7 @@ class PrefixIndex:
     # What goes.
 
     def evictable_slots(self) -> int:
-        return sum(1 for snapshot in self._snapshots if not snapshot.pins)
+        return sum(1 for snapshot in self._snapshots if not snapshot.pins and snapshot.slot >= 0)
 
     def evict(self, *, keep: Callable[[Snapshot], bool] = lambda snapshot: False) -> bool:
         """Drop the snapshot whose loss costs least for its bytes, with the blocks only it needs. False: nothing to drop.
@@ -251,23 +270,35 @@ class PrefixIndex:
         return any(position > snapshot.position for position in node.snapshots) or bool(node.children)
 
     def _value(self, snapshot: Snapshot) -> tuple[float, int, int]:
-        """Tokens that its next use would save for each byte it holds, fading with age; then the coarser position."""
+        """Tokens that its next use would save for each byte it holds, fading with age; then the coarser position.
+
+        The blocks in which attention looked of late make it up to twice as dear: a guess at which branch goes on, and no
+        more, as exact attention reads cold blocks as well.
+        """
         node = self._snapshots[snapshot]
-        saved = snapshot.position - self._position_before(node, snapshot.position)
+        before, heat = self._stretch(node, snapshot.position)
+        saved = snapshot.position - before
         held = self.snapshot_weight * self.slot_bytes
         if not self._is_between(snapshot):
             held += self.latent_weight * self.block_bytes * saved / self.block_size
         age = self.clock - snapshot.used
         weight = END_WEIGHT if snapshot.is_end else 1.0
-        return weight * saved / held / (1 + age), snapshot.position & -snapshot.position, -snapshot.position
+        return (
+            weight * (1 + heat) * saved / held / (1 + age),
+            snapshot.position & -snapshot.position,
+            -snapshot.position,
+        )
 
-    def _position_before(self, node: Node | None, position: int) -> int:
+    def _stretch(self, node: Node | None, position: int) -> tuple[int, float]:
+        """The position of the snapshot before this one, and the heat of the blocks in between."""
+        heat = 0.0
         while node is not None:
+            heat += node.heat
             before = max((p for p in node.snapshots if p < position), default=0)
             if before:
-                return before
+                return before, heat
             node = node.parent
-        return 0
+        return 0, heat
 
     def drop(self, snapshot: Snapshot) -> None:
         node = self._snapshots[snapshot]
@@ -275,7 +306,7 @@ class PrefixIndex:
             self.on_evict(Evicted(node, snapshot, self.path_to(node)))
         self.evictions += 1
         del self._snapshots[snapshot], node.snapshots[snapshot.position]
-        self.pool.free_slot(snapshot.slot)
+        snapshot.free(self.pool)
         while node.parent is not None and not node.snapshots and not node.children:
             parent = node.parent
             siblings = parent.children[node.tokens[0]]

@@ -43,7 +43,7 @@ class GenerationResult:
     token_ids: generated, the end id included.     text: without it; "" where the generator has no tokenizer.
     reused_tokens: tokens of the prompt that did not run through the layers.
     metrics: seconds (queue_s, first_token_s, total_s) and counts (preemptions, replayed_tokens).
-    samples: all samples of the prompt where n > 1, this one first.
+    samples: all samples of the prompt where n > 1, this one first.     heat: see `KimiK3Generator.heat_map`.
     """
 
     rid: int
@@ -55,6 +55,7 @@ class GenerationResult:
     logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
     samples: list[GenerationResult] = field(default_factory=list)
+    heat: list[float] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -86,13 +87,19 @@ class Request:
     stride: int = 0  # between snapshots while decoding; 0: none
     saved: list[Snapshot] = field(default_factory=list)  # taken, not yet published
     published: int = 0  # tokens whose latents the index may hold
+    heat: list[float] = field(default_factory=list)  # of each block, see `Runner`; empty: not recorded
+    experts: Tensor | None = None  # [MoE layers, E]: how often a token chose each of late; None: not followed
+    expert_loads: tuple[float, ...] = ()  # choices a layer that a token adds to each expert worker
     hidden: Tensor | None = None  # of an exact repeat: the logits come from it
     has_prefilled: bool = False
 
     reuse: int = 0  # what the index would give now
     reuse_version: int = -1
     reuse_shared: int = 0
-    fetch: Any = None  # a running read from the tiers
+    fetch: Any = None  # a running read from the tiers, or a question to a far one
+    far_positions: list[int] = field(default_factory=list)  # that it asks for
+    asked_positions: set[int] = field(default_factory=set)  # of far tiers, since it last ran
+    near_position: int = 0  # what a near tier has meanwhile
     fetch_keys: list[str] = field(default_factory=list)
     fetched: dict[str, Any] = field(default_factory=dict)
     fetch_position: int = 0  # of the state that is fetched

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kimi_k3.engine.agreement import Agreement
-from kimi_k3.engine.device_pools import DevicePools, PoolLayout
+from kimi_k3.engine.device_pools import STAGED, DevicePools, PoolLayout
 from kimi_k3.engine.page_pool import PagePool
 from kimi_k3.engine.prefix_index import Evicted, PrefixIndex, Snapshot, choose_stride
 from kimi_k3.engine.request import Request
@@ -32,17 +32,19 @@ class Residency:
     def __init__(
         self, model: KimiK3ForCausalLM, agreement: Agreement, requests: Mapping[int, Request], *, memory: int | str,
         num_blocks: int | None, max_num_seqs: int, block_size: int, prefix_cache: bool, tiers: Sequence[Any],
-        counts: Counter[str],
+        counts: Counter[str], has_bf16_snapshots: bool = False,
     ) -> None:  # fmt: skip
         self.max_num_seqs, self.block_size, self.prefix_cache = max_num_seqs, block_size, prefix_cache
         self.counts, self._requests = counts, requests
-        layout = PoolLayout(model, block_size)
+        layout = PoolLayout(model, block_size, has_bf16_snapshots=has_bf16_snapshots)
         (num_pages,) = agreement.least([self._num_pages(layout, memory, num_blocks, model.device)])
         heads = model.config.text_config.kda_num_heads
         first_head = heads // agreement.tp_size * agreement.tp_rank
         self.pools = DevicePools(layout, num_pages, model.device, first_head, heads)
         self.pool = PagePool(num_pages, layout.blocks_per_page, self.pools.copy_block)
-        self.index = PrefixIndex(self.pool, block_size, layout.slot_bytes, layout.block_bytes, on_evict=self._on_evict)
+        self.index = PrefixIndex(
+            self.pool, block_size, layout.snapshot_bytes, layout.block_bytes, on_evict=self._on_evict
+        )
         self.tiers = TierStore(tiers, self.pools, self.pool, self.index, agreement) if tiers else None
 
     def _num_pages(self, layout: PoolLayout, memory: int | str, num_blocks: int | None, device: torch.device) -> int:
@@ -89,7 +91,7 @@ class Residency:
         """Places for blocks that are free, or would be if all that is only kept for reuse were dropped."""
         live = list(requests)
         kept = self.pool.num_unshared - sum(self.unshared_blocks(request) for request in live if request.table)
-        slots = self.index.evictable_slots() + sum(len(request.saved) for request in live)
+        slots = self.index.evictable_slots() + sum(s.slot >= 0 for request in live for s in request.saved)
         return self.pool.free_blocks + slots * self.pool.blocks_per_page + kept
 
     # What a waiting request would find.
@@ -136,7 +138,7 @@ class Residency:
         """Give up a snapshot that a prefill under way has left and not published: it must not stand in anyone's way."""
         for request in reversed(list(self._requests.values())):
             if request.saved:
-                self.pool.free_slot(request.saved.pop(0).slot)
+                request.saved.pop(0).free(self.pool)
                 self.counts["dropped_snapshots"] += 1
                 return True
         return False
@@ -171,6 +173,8 @@ class Residency:
         match = self.index.match(request.root, [] if is_cold else request.tokens)
         snapshot = match.snapshot
         if snapshot is not None:
+            if not snapshot.pins:  # a tier may just have brought it
+                self.pack([snapshot])
             snapshot.pins += 1  # nothing below may evict it
         shared = [node.block for node in match.path if node.start + self.block_size <= match.position]
         for block in shared:
@@ -195,6 +199,11 @@ class Residency:
         request.slot, request.read_from, request.done = slot, snapshot, match.position
         request.published = match.position
         request.hidden = snapshot.hidden if snapshot is not None and match.position == len(request.tokens) else None
+        if snapshot is not None and snapshot.blocks:
+            self.pools.stage_blocks(self._places(snapshot))
+            self.pools.unstage_slot(slot)
+            snapshot.pins -= 1
+            request.read_from = None
         self.index.touch(match)
         if not request.admitted_at:
             request.admitted_at = time.monotonic()
@@ -220,7 +229,9 @@ class Residency:
                 shared = _common_tokens(request.prompt, other.prompt)
                 wanted |= {shared} if done < shared <= total else set()
             # The grid may use half of what is free or given to snapshots now.
-            slots = (self.pool.free_pages + self.index.num_snapshots) // 2 - len(wanted)
+            layout = self.pools.layout
+            free = self.pool.free_pages * layout.page_bytes // (layout.snapshot_bytes or layout.page_bytes)
+            slots = (free + self.index.num_snapshots) // 2 - len(wanted)
             request.stride = choose_stride(total - done, slots, self.block_size)
             if request.stride:
                 wanted |= set(
@@ -255,13 +266,32 @@ class Residency:
         self.publish(request)
         self.release(request)
         request.done, request.reuse_version = 0, -1
+        request.asked_positions.clear()
+
+    def pack(self, snapshots: Iterable[Snapshot]) -> None:
+        """Where snapshots are kept in bf16: move them from their slots, which a forward has written, into blocks."""
+        for snapshot in snapshots if self.pools.layout.has_bf16_snapshots else ():
+            if snapshot.slot >= 0:
+                self.pools.stage_slot(snapshot.slot)
+                self.pool.free_slot(snapshot.slot)
+                snapshot.slot = STAGED
+                for _ in range(self.pools.layout.packed_blocks):
+                    block = self.pool.add_block()
+                    assert block is not None  # the slot's page alone has as many
+                    snapshot.blocks.append(block)
+                self.pools.unstage_blocks(self._places(snapshot))
+
+    def _places(self, snapshot: Snapshot) -> list[int]:
+        return [self.pool.places[block] for block in snapshot.blocks]
 
     def publish(self, request: Request) -> None:
         """Make the states that a request has left, and the latents before them, known to all."""
+        self.pack(request.saved)
         saved, request.saved = request.saved, []
         if saved:
             request.published = max(request.published, *(snapshot.position for snapshot in saved))
-            self.index.publish(request.root, request.tokens[: request.done], request.table, saved)
+            tokens = request.tokens[: request.done]
+            self.index.publish(request.root, tokens, request.table, saved, request.heat)
 
     def release(self, request: Request) -> None:
         """Give back what a request holds. States that it took and did not publish go with it."""
@@ -269,7 +299,7 @@ class Residency:
             request.read_from.pins -= 1
             request.read_from = None
         for snapshot in request.saved:
-            self.pool.free_slot(snapshot.slot)
+            snapshot.free(self.pool)
         request.saved, request.wanted, request.hidden = [], [], None
         if request.slot >= 0:
             self.pool.free_slot(request.slot)
@@ -312,6 +342,8 @@ class Residency:
         for slot in [request.slot, *(s.slot for s in request.saved)]:
             if slot >= 0:
                 self.pools.clear_slot(slot)
+        for place in [place for snapshot in request.saved for place in self._places(snapshot)]:
+            self.pools.clear_block(place)
 
     def close(self) -> None:
         """Hand what is kept to the tiers that outlive the process, and free it."""

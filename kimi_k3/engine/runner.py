@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from kimi_k3.modeling_kimi_k3 import KimiK3ForCausalLM
 
 
+HEAT_KEPT = 0.75  # of a block's heat when new figures come in
+
+
 class Piece(NamedTuple):
     """The next `tokens` tokens of one request. exports: (position, slot), where states are taken on the way."""
 
@@ -29,13 +33,111 @@ class Piece(NamedTuple):
         return self.request.done + self.tokens
 
 
-class Runner:
-    """Runs a model over pieces whose slots and blocks are allotted."""
+Outputs = tuple[
+    Tensor, Tensor, list[Tensor]
+]  # running sum [T, D], bank [M, T, D], router logits [T, E] of each MoE layer
+Recorder = Callable[[Callable[[], Outputs]], tuple[Callable[[], None], Outputs]]
 
-    def __init__(self, model: KimiK3ForCausalLM, pool: PagePool, pools: DevicePools) -> None:
+
+class CudaRecorder:
+    """Records what a function launches as a CUDA graph: returns what replays it, and its outputs, which replays rewrite."""
+
+    def __init__(self) -> None:
+        self._memory = torch.cuda.graph_pool_handle()  # graphs never run side by side: they share their working memory
+
+    def __call__(self, function: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # Triton compiles and libraries set up before anything is recorded
+            function()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+                outputs = function()
+        except RuntimeError as error:
+            raise RuntimeError(
+                "a decode step cannot be recorded as a CUDA graph; cuda_graphs=False runs it plainly"
+            ) from error
+        return graph.replay, outputs
+
+
+def bucket(count: int) -> int:
+    """Rows of the smallest recorded batch that holds `count`: 1, 2, 4, 8, then multiples of 8."""
+    return 1 << (count - 1).bit_length() if count <= 8 else -(-count // 8) * 8
+
+
+class DecodeGraphs:
+    """Decode steps that are recorded once for each bucket of rows and of table widths (powers of two), and replayed.
+
+    What a step reads is copied into tensors that stay; the pools stay anyway. Rows that fill up a bucket begin afresh,
+    keep no state and write their latent to the pools' scrap block.
+    """
+
+    def __init__(self, model: KimiK3ForCausalLM, pools: DevicePools, record: Recorder) -> None:
+        self.model, self.pools, self.record = model.model, pools, record
+        self._steps: dict[tuple[int, int], tuple[Tensor, PackedBatch, Callable[[], None], Outputs]] = {}
+
+    def run(self, ids_N: Tensor, batch: PackedBatch) -> Outputs:
+        """What the model gives for one token of each sequence. The outputs are valid until the next call."""
+        (count, width), size = batch.block_tables.shape, self.pools.layout.block_size
+        key = bucket(count), 1 << (width - 1).bit_length()
+        if key not in self._steps:
+            self._steps[key] = self._record(*key)
+        ids, static, replay, (running_sum, bank, router_logits) = self._steps[key]
+        scrap = self.pools.scrap_block
+        fillers = {"read_slots": -1, "write_slots": -1, "past_lens": 0, "kv_lens": 1, "block_tables": scrap,
+                   "latent_rows": scrap * size}  # fmt: skip
+        _fill(ids, ids_N, 0)
+        for name, filler in fillers.items():  # the boundaries are a range
+            _fill(getattr(static, name), getattr(batch, name), filler)
+        replay()
+        return running_sum[:count], bank[:, :count], [logits[:count] for logits in router_logits]
+
+    def _record(self, rows: int, width: int) -> tuple[Tensor, PackedBatch, Callable[[], None], Outputs]:
+        """Nothing but fillers runs while it is recorded: no sequence moves."""
+        device, scrap = self.pools.buffer.device, self.pools.scrap_block
+        ids = torch.zeros(rows, dtype=torch.int64, device=device)
+        lens = torch.zeros(rows, dtype=torch.int32, device=device)
+        batch = PackedBatch(
+            cu_seqlens=torch.arange(rows + 1, dtype=torch.int32, device=device),
+            read_slots=torch.full_like(ids, -1),
+            write_slots=torch.full_like(ids, -1),
+            past_lens=lens,
+            kv_lens=torch.ones_like(lens),
+            block_tables=torch.full((rows, width), scrap, dtype=torch.int32, device=device),
+            latent_rows=torch.full_like(ids, scrap * self.pools.layout.block_size),
+            is_decode=True,
+        )
+
+        def step() -> Outputs:
+            running_sum, bank, _, router_logits = self.model(self.model.embed_tokens(ids), batch, self.pools.pools)
+            return running_sum, bank, router_logits
+
+        return ids, batch, *self.record(step)
+
+
+def _fill(target: Tensor, source: Tensor, filler: int) -> None:
+    """Copy into the first places of each dimension, `filler` into the others."""
+    target.fill_(filler)
+    target[tuple(slice(size) for size in source.shape)].copy_(source)
+
+
+class Runner:
+    """Runs a model over pieces whose slots and blocks are allotted.
+
+    Args:
+        heat_every: after so many steps of decoding alone one records each block's share of the attention, the mean over
+            heads and MLA layers, into `Request.heat`, a decaying average; 0: never.
+    graphs: set where decode steps are recorded and replayed; None: every step is launched anew.
+    """
+
+    def __init__(self, model: KimiK3ForCausalLM, pool: PagePool, pools: DevicePools, heat_every: int = 0) -> None:
         self.model, self.pool, self.pools = model, pool, pools
         self.block_size, self.device = pools.layout.block_size, model.device
         self.experts: ExpertCounts | None = None  # where they are counted
+        self.heat_every, self._steps_to_heat = heat_every, heat_every
+        self.graphs: DecodeGraphs | None = None
 
     @torch.no_grad()
     def run(self, pieces: list[Piece]) -> tuple[Tensor, Tensor]:
@@ -44,9 +146,19 @@ class Runner:
         """
         model = self.model.model
         batch = self._batch(pieces)
-        running_sum, bank, _, router_logits = model(self._embeds(pieces), batch, self.pools.pools)
+        if self.heat_every and all(piece.tokens == 1 for piece in pieces):
+            self._steps_to_heat -= 1
+            if self._steps_to_heat == 0:
+                batch = batch._replace(block_mass=torch.zeros(batch.block_tables.shape, device=self.device))
+        has_images = any(r.embeds is not None and r.done < len(r.prompt) for r, _, _ in pieces)
+        if self.graphs is not None and batch.is_decode and batch.block_mass is None and not has_images:
+            running_sum, bank, router_logits = self.graphs.run(self._ids(pieces), batch)
+        else:
+            running_sum, bank, _, router_logits = model(self._embeds(pieces), batch, self.pools.pools)
         if self.experts is not None:
-            self.experts.add(router_logits, sum(piece.tokens for piece in pieces))
+            self.experts.add(router_logits, [(piece.request, piece.tokens) for piece in pieces])
+        if batch.block_mass is not None:
+            self._keep_heat(pieces, batch.block_mass)
         ends, at = [], 0
         for piece in pieces:
             at += piece.tokens
@@ -56,9 +168,18 @@ class Runner:
         hidden_RD = model.final_hidden(running_sum[rows], bank[:, rows])
         return hidden_RD, self.model.head_logits(hidden_RD)
 
+    def _keep_heat(self, pieces: list[Piece], mass_NB: Tensor) -> None:
+        self._steps_to_heat = self.heat_every
+        for (request, _, _), new in zip(pieces, (mass_NB / len(self.pools.layout.block_parts)).tolist()):
+            old = request.heat + [0.0] * (len(request.table) - len(request.heat))
+            kept = HEAT_KEPT if request.heat else 0.0
+            request.heat = [kept * a + (1 - kept) * b for a, b in zip(old, new)]
+
+    def _ids(self, pieces: list[Piece]) -> Tensor:
+        return torch.tensor([t for r, n, _ in pieces for t in r.tokens[r.done : r.done + n]], device=self.device)
+
     def _embeds(self, pieces: list[Piece]) -> Tensor:
-        ids = [t for r, n, _ in pieces for t in r.tokens[r.done : r.done + n]]
-        embeds_TD = self.model.model.embed_tokens(torch.tensor(ids, device=self.device))
+        embeds_TD = self.model.model.embed_tokens(self._ids(pieces))
         at = 0
         for request, count, _ in pieces:
             if request.embeds is not None and request.done < len(request.prompt):

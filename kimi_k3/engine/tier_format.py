@@ -123,6 +123,8 @@ def _digest(key: str, table: dict[str, Any], pieces: list[memoryview]) -> str:
 class LossyCodec(NamedTuple):
     """What a tier keeps of an entry: everything, or fewer bits of "latents" and of "states" (any other tensor is exact).
 
+    A tensor's name may go on after "_": states_3 are states.
+
     fp8: float8_e4m3fn with one float32 scale for each row of the last dimension (its largest magnitude / 448): error
     <= 2^-4 of an element, or 2^-10 / 448 of the row's largest where that is more. bf16: error <= 2^-8 of an element.
     A row with a non-finite element comes back non-finite.
@@ -146,7 +148,7 @@ class LossyCodec(NamedTuple):
         """What is stored. `name.like`, empty, keeps the original dtype; `name.scale` is float32."""
         stored: Payload = {}
         for name, tensor in payload.items():
-            precision = {"latents": self.latents, "states": self.snapshots}.get(name, "exact")
+            precision = {"latents": self.latents, "states": self.snapshots}.get(name.partition("_")[0], "exact")
             if precision == "exact" or not tensor.is_floating_point():
                 stored[name] = tensor
                 continue

@@ -6,6 +6,7 @@ later turn and another process find the same entries, and whatever goes wrong wi
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -15,9 +16,10 @@ from kimi_k3.engine.device_pools import DevicePools
 from kimi_k3.engine.page_pool import PagePool
 from kimi_k3.engine.prefix_index import Evicted, Node, PrefixIndex, Snapshot, chain
 from kimi_k3.engine.request import Request
-from kimi_k3.engine.tier_transfers import TierStack
+from kimi_k3.engine.tier_transfers import Question, TierStack
 
 MAX_PROBES = 64  # positions of a prompt that are looked for in the tiers
+CLOSE_SECONDS = 60.0
 
 
 class TierStore:
@@ -51,6 +53,8 @@ class TierStore:
                 self._store_block(node, _key_in(node, snapshot.position), snapshot.position - node.start)
         if not snapshot.is_stored:
             key = _key_in(evicted.node, snapshot.position)
+            if snapshot.blocks:
+                self.pools.stage_blocks([self.pool.places[block] for block in snapshot.blocks])
             for heads in self.slices:
                 self.stack.store(_slice_name(key, heads), self.pools.read_slot(snapshot.slot, heads), self._tier_index)
             snapshot.is_stored = True
@@ -63,33 +67,51 @@ class TierStore:
     # In: from the tiers to the index.
 
     def look_up(self, request: Request) -> None:
-        """Find the deepest state in the tiers that lies beyond what the index has for a waiting request."""
-        self._find(request)
-        position = request.fetch_position if request.fetch_state == "absent" else 0
-        if self.agreement.least([position, -position]) != [position, -position]:  # not every rank finds the same
-            self.cancel(request)
+        """Find the deepest state in the tiers that lies beyond what the index has for a waiting request.
 
-    def _find(self, request: Request) -> None:
+        A far tier is asked in a thread: until it answers, or is late, the request waits as for a read.
+        """
+        keys = self._keys(request)
+        positions = [p for p in self._positions(request) if p not in request.missed_positions]
+        names = [_slice_name(self._key_at(request, keys, p), self.slices[0]) for p in positions]
+        near = self.stack.find(names)
+        request.near_position = 0 if near is None else positions[near]
+        if self.stack.has_far:
+            far = {p: name for p, name in zip(positions[:near], names) if p not in request.asked_positions}
+            if self.agreement.most([len(far)])[0]:  # on every rank, or on none
+                request.asked_positions |= far.keys()
+                request.far_positions, request.fetch = list(far), self.stack.ask(list(far.values()))
+                request.fetch_state = "pending"
+                return
+        self._choose(request, request.near_position)
+
+    def _positions(self, request: Request) -> list[int]:
+        """Where a state may have been left, the deepest first."""
         limit = len(request.tokens) - 1
         edges = {b - shift for b in request.boundaries for shift in (0, 1)}
         edges.add(limit)
         near = range(limit // self.block_size * self.block_size, 0, -self.block_size)
         positions = sorted({p for p in edges if request.reuse < p <= limit}, reverse=True)[: MAX_PROBES // 2]
         positions += [p for p in near if p > request.reuse][: MAX_PROBES // 2]
-        keys = self._keys(request)
-        for position in sorted(set(positions), reverse=True):
-            key = self._key_at(request, keys, position)
-            if position in request.missed_positions or self.stack.find(_slice_name(key, self.slices[0])) is None:
-                continue
-            first = request.reuse // self.block_size  # blocks before it are on the device
-            names = [_block_name(keys[i]) for i in range(first, position // self.block_size)]
-            if position % self.block_size:
-                names.append(_block_name(key))
-            request.fetch_keys = names + [_slice_name(key, heads) for heads in self.slices]
-            request.fetch_position, request.fetch_first = position, first
-            request.fetch_bytes = len(names) * self.pools.layout.block_bytes + self.pools.layout.slot_bytes
-            request.fetch_state = "absent"
+        return sorted(set(positions), reverse=True)
+
+    def _choose(self, request: Request, position: int) -> None:
+        """The state at `position` is to be fetched; 0: none."""
+        if self.agreement.least([position, -position]) != [position, -position]:  # not every rank finds the same
+            position = 0
+        if position <= request.reuse:
+            self.cancel(request)
             return
+        keys = self._keys(request)
+        key = self._key_at(request, keys, position)
+        first = request.reuse // self.block_size  # blocks before it are on the device
+        names = [_block_name(keys[i]) for i in range(first, position // self.block_size)]
+        if position % self.block_size:
+            names.append(_block_name(key))
+        request.fetch_keys = names + [_slice_name(key, heads) for heads in self.slices]
+        request.fetch_position, request.fetch_first = position, first
+        request.fetch_bytes = len(names) * self.pools.layout.block_bytes + self.pools.layout.slot_bytes
+        request.fetch, request.fetch_state = None, "absent"
 
     def _keys(self, request: Request) -> list[bytes]:
         """Digests of the whole blocks of all tokens known."""
@@ -106,7 +128,9 @@ class TierStore:
 
     def prefetch(self, request: Request) -> None:
         if request.fetch_state == "absent":
-            request.fetch = self.stack.fetch(request.fetch_keys)
+            keys, first = request.fetch_keys, request.fetch_first
+            heat = dict(zip(keys, request.heat[first:] + [0.0] * len(keys)))
+            request.fetch = self.stack.fetch(sorted(keys, key=lambda key: -heat[key]))  # hot blocks first, states last
             request.fetch_state = "pending"
             self.counts["fetches"] += 1
 
@@ -115,6 +139,13 @@ class TierStore:
         pending = [r for r in requests if r.fetch_state == "pending"]
         done = self.agreement.least([int(r.fetch.done()) for r in pending])
         ready = [request for request, is_done in zip(pending, done) if is_done]
+        for request in [r for r in ready if isinstance(r.fetch, Question)]:
+            question = request.fetch
+            far = 0 if question.found is None else request.far_positions[question.found]
+            if question.failure:
+                self.counts[f"miss_{question.failure}"] += 1
+            self._choose(request, max(far, request.near_position))
+        ready = [request for request in ready if request.fetch_state == "pending"]
         for request in ready:
             request.fetch_state, request.fetched = "ready", request.fetch.results()
             self.counts.update(f"miss_{reason}" for reason in request.fetch.failures.values())
@@ -165,8 +196,12 @@ class TierStore:
                     self.pools.write_block(self.pool.places[block], request.fetched[next(names)])
                 for heads in self.slices:
                     self.pools.write_slot(slot, heads, request.fetched[next(names)])
-            except (KeyError, ValueError):  # an entry of another shape: not ours, whatever its name
-                self.counts["miss_foreign"] += 1
+            except (
+                KeyError,
+                ValueError,
+                RuntimeError,
+            ) as error:  # of another shape, whatever its name; a copy that failed
+                self.counts["miss_io" if isinstance(error, RuntimeError) else "miss_foreign"] += 1
                 self.pool.free_slot(slot)
                 self._give_up(request)
             else:
@@ -177,16 +212,19 @@ class TierStore:
         for block in held:
             self.pool.free_block(block)
 
-    def close(self, entries: Iterable[Evicted]) -> None:
-        """Store what is left where a tier outlives this process, and end the threads."""
+    def close(self, entries: Iterable[Evicted], timeout: float = CLOSE_SECONDS) -> None:
+        """Store what is left where a tier outlives this process, for at most `timeout` seconds, and end the threads."""
+        deadline = time.monotonic() + timeout
         shared = next((i for i, tier in enumerate(self.stack.tiers) if tier.is_shared), None)
         if shared is not None:
             self._tier_index = shared
             for entry in entries:
                 self.save(entry)
-                self.stack.flush()  # all of it, whatever the queue's bound
-        self.stack.flush()
-        self.stack.close()
+                if not self.stack.flush(
+                    max(deadline - time.monotonic(), 0.0)
+                ):  # as it comes, whatever the queue's bound
+                    break
+        self.stack.close(max(deadline - time.monotonic(), 0.0))
 
     def stats(self) -> dict[str, Any]:
         return {**self.counts, "by_tier": self.stack.stats()}

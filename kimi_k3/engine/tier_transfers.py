@@ -1,7 +1,8 @@
 """Copies between the engine and its tiers, in threads: reads ahead, writes behind, demotion from tier to tier.
 
-Nothing here blocks the caller on a tier, except `Fetch.wait`, `flush` and `close`; `find` asks, but reads nothing. What
-goes wrong in a thread is counted and becomes a key's failure, never an exception in the engine's step.
+Nothing here blocks the caller on a tier, except `Fetch.wait`, `flush` and `close`; `find` looks into near tiers, but reads
+nothing, and far ones are asked in a thread. What goes wrong in a thread is counted and becomes a key's failure, never an
+exception in the engine's step.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kimi_k3.engine.tier_format import LossyCodec, Payload, TierError, check_key, check_payload, payload_bytes
-from kimi_k3.engine.tiers import Tier
+from kimi_k3.engine.tiers import HostTier, Tier
 
 EXACT = LossyCodec()
+ASK_SECONDS = 0.25  # a far tier that has not said by then whether it has something has not
 logger = logging.getLogger(__name__)
 
 
@@ -106,6 +108,36 @@ class Fetch:
         self._stack._changed.notify_all()
 
 
+class Question:
+    """Which of some keys a far tier has. All methods return at once.
+
+    found: once done, the place in `keys` of the first that is there, or None.     failure: "", "io" or "timeout".
+    """
+
+    def __init__(self, stack: TierStack, keys: Sequence[str], timeout_s: float) -> None:
+        self._stack, self.keys = stack, list(keys)
+        self._deadline = time.monotonic() + timeout_s
+        self._is_done = False
+        self.found: int | None = None
+        self.failure = ""
+
+    def done(self) -> bool:
+        with self._stack._changed:
+            if time.monotonic() >= self._deadline:
+                self._settle(None, "timeout")
+            return self._is_done
+
+    def cancel(self) -> None:
+        with self._stack._changed:
+            self._settle(None, "")
+
+    def _settle(self, found: int | None, failure: str) -> None:  # with the stack's lock held
+        if not self._is_done:
+            self._is_done, self.found, self.failure = True, found, failure
+            if failure:
+                self._stack._counts[f"asks_{failure}"] += 1
+
+
 @dataclass
 class _Write:
     key: str
@@ -187,6 +219,7 @@ class TierStack:
         self._writes: deque[_Write] = deque()
         self._pending: dict[tuple[str, int], _Write] = {}  # what a read finds there: queued or being written
         self._pending_writes = self._pending_bytes = 0
+        self._questions: deque[Question] = deque()
         self._fetches: list[Fetch] = []  # oldest first, until taken or cancelled
         self._held_bytes = 0
         self._is_closed = self._is_stopped = False
@@ -200,18 +233,35 @@ class TierStack:
         for thread in self._threads:
             thread.start()
 
-    def find(self, key: str) -> Tier | None:
-        """The first tier that has `key` or is about to; None if none has. A tier that cannot tell has not."""
-        check_key(key)
-        for index, tier in enumerate(self.tiers):
-            with self._changed:
-                is_pending = (key, index) in self._pending
-            try:
-                if is_pending or tier.contains(key):
-                    return tier
-            except TierError:  # counted by the tier
-                continue
+    @property
+    def has_far(self) -> bool:
+        return any(tier.is_far for tier in self.tiers)
+
+    def find(self, keys: Sequence[str]) -> int | None:
+        """The place in `keys` of the first that a near tier has, or that any tier is about to have; None if there is none."""
+        for place, key in enumerate(keys):
+            check_key(key)
+            for index, tier in enumerate(self.tiers):
+                with self._changed:
+                    is_pending = (key, index) in self._pending
+                try:
+                    if is_pending or (not tier.is_far and tier.contains(key)):
+                        return place
+                except TierError:  # counted by the tier, which then has not
+                    continue
         return None
+
+    def ask(self, keys: Sequence[str], timeout_s: float = ASK_SECONDS) -> Question:
+        """Begin to ask the far tiers for the first of `keys` that they have."""
+        question = Question(self, keys, timeout_s)
+        with self._changed:
+            if self._is_closed or not self.has_far:
+                question._settle(None, "")
+            else:
+                self._counts["asked"] += 1
+                self._questions.append(question)
+                self._changed.notify_all()
+        return question
 
     def fetch(self, keys: Sequence[str], *, timeout_s: float | None = None) -> Fetch:
         """Begin to read `keys`, in this order; after `timeout_s` what is left fails with "timeout".
@@ -275,16 +325,22 @@ class TierStack:
         return {tier.name: tier.stats() for tier in self.tiers} | {"transfers": transfers}
 
     def close(self, timeout: float = 10.0) -> None:
-        """Write what is queued for at most `timeout` seconds, drop the rest (counted), end the threads and the tiers."""
+        """Write what is queued, and what the tiers that end with the process hold, to those that outlive it, for at most
+        `timeout` seconds in all; drop the rest (counted), end the threads and the tiers.
+        """
         with self._changed:
             if self._is_closed:
                 return
             self._is_closed = True  # nothing new comes in, except demotions
+            self._questions.clear()
             for fetch in list(self._fetches):
                 fetch._fail_open("cancelled")
             self._changed.notify_all()
-            deadline = time.monotonic() + timeout
-            self._changed.wait_for(lambda: not self._pending_writes, timeout)
+        deadline = time.monotonic() + timeout
+        self.flush(timeout)
+        self._hand_down(deadline)
+        self.flush(max(deadline - time.monotonic(), 0.0))
+        with self._changed:
             dropped, self._is_stopped = list(self._writes), True
             self._writes.clear()
             self._counts["dropped"] += len(dropped)
@@ -296,6 +352,22 @@ class TierStack:
         for tier in self.tiers:
             tier.on_evict = None
             tier.close()
+
+    def _hand_down(self, deadline: float) -> None:
+        """Demote what a host tier holds if something below outlives it, the most recently used first."""
+        for index, tier in enumerate(self.tiers[:-1]):
+            if isinstance(tier, HostTier) and any(below.is_shared for below in self.tiers[index + 1 :]):
+                keys = tier.keys()
+                for done, key in enumerate(keys):
+                    left = max(deadline - time.monotonic(), 0.0)
+                    with self._changed:  # room in the queue, as nobody else waits for it now
+                        is_full = not self._changed.wait_for(
+                            lambda: 2 * self._pending_bytes <= self._max_pending_bytes, left
+                        )
+                        if is_full or not left:
+                            self._counts["dropped"] += len(keys) - done
+                            return
+                    self._demote(index, key, lambda key=key, tier=tier: tier.get(key))  # type: ignore[misc]
 
     def _enqueue(self, write: _Write, if_full: str) -> bool:
         """Queue a write; False if there is no room or no time left, which is counted under `if_full`."""
@@ -377,11 +449,16 @@ class TierStack:
     def _read_loop(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._next_fetch() or self._is_closed)
-                fetch = self._next_fetch()
-                if fetch is None:
-                    return
-                key = fetch._queue.popleft()
+                self._changed.wait_for(lambda: self._questions or self._next_fetch() or self._is_closed)
+                question = self._questions.popleft() if self._questions else None
+                fetch = None if question is not None else self._next_fetch()
+                if fetch is not None:
+                    key = fetch._queue.popleft()
+            if question is not None:
+                self._answer(question)
+                continue
+            if fetch is None:
+                return
             start = time.monotonic()
             try:
                 payload, reason, codec = self._read(key)
@@ -407,6 +484,20 @@ class TierStack:
                     if codec != EXACT:
                         fetch.lossy_keys.add(key)
                 fetch._settle()
+
+    def _answer(self, question: Question) -> None:
+        found, failure = len(question.keys), ""
+        for tier in self.tiers if not question.done() else ():
+            try:
+                if tier.is_far:
+                    found = [*tier.contains_each(question.keys[:found]), True].index(True)
+            except TierError as error:
+                failure = error.reason
+            except Exception:
+                logger.exception("tiers: could not ask %s", tier.name)
+                failure = "io"
+        with self._changed:
+            question._settle(found if found < len(question.keys) else None, failure)
 
     def _next_fetch(self) -> Fetch | None:
         """The oldest fetch with something to read, if there is room for the result."""

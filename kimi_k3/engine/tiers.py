@@ -14,7 +14,7 @@ import threading
 import time
 import uuid
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -41,12 +41,14 @@ class Tier:
     """What holds entries: the one interface, and what all tiers share (keys, codec, counts). Thread safe, synchronous.
 
     name: "host", "disk" or "remote".     is_shared: whether other processes see what is stored.
+    is_far: whether a question costs a round trip; then `TierStack` asks in a thread, all keys at once.
     codec: LossyCodec() where entries come back bit for bit.
     on_evict: called with a key and a way to read the entry before it leaves to make room; set by `TierStack`.
     """
 
     name: str
     is_shared: bool
+    is_far = False
 
     def __init__(self, latents: Precision, snapshots: Precision) -> None:
         self.codec = LossyCodec(latents, snapshots).check()
@@ -85,6 +87,11 @@ class Tier:
         with self._counting_errors():
             return self._contains(self._stored(key))
 
+    def contains_each(self, keys: Sequence[str]) -> list[bool]:
+        """`contains` of each key, in one round trip. Raises: TierError "io" or "timeout"."""
+        with self._counting_errors():
+            return self._contains_each([self._stored(key) for key in keys])
+
     def delete(self, key: str) -> None:
         """Remove the entry if it is there. Raises: TierError "io" or "timeout"."""
         with self._counting_errors():
@@ -109,6 +116,9 @@ class Tier:
 
     def _contains(self, key: str) -> bool:
         raise NotImplementedError
+
+    def _contains_each(self, keys: list[str]) -> list[bool]:
+        return [self._contains(key) for key in keys]
 
     def _delete(self, key: str) -> None:
         raise NotImplementedError
@@ -232,6 +242,11 @@ class HostTier(Tier):
 
     def _sizes(self) -> dict[str, int]:
         return {"entries": len(self._entries), "bytes": self._used}
+
+    def keys(self) -> list[str]:
+        """Of all entries, the most recently used first."""
+        with self._lock:
+            return [key.removesuffix(self.codec.suffix) for key in reversed(self._entries)]
 
     def close(self) -> None:
         with self._lock:
@@ -451,7 +466,7 @@ class RemoteTier(Tier):
     Raises: ImportError without the client, TierError if no server answers.
     """
 
-    name, is_shared = "remote", True
+    name, is_shared, is_far = "remote", True, True
 
     def __init__(
         self,
@@ -518,6 +533,12 @@ class RemoteTier(Tier):
 
     def _contains(self, key: str) -> bool:
         return bool(self._call(self._client.exists, _server_key(key)))
+
+    def _contains_each(self, keys: list[str]) -> list[bool]:
+        pipeline = self._client.pipeline(transaction=False)
+        for key in keys:
+            pipeline.exists(_server_key(key))
+        return [bool(count) for count in self._call(pipeline.execute)]
 
     def _delete(self, key: str) -> None:
         self._call(self._client.delete, _server_key(key))

@@ -5,14 +5,17 @@ import random
 
 import pytest
 import torch
-from conftest import Recorder, assert_equals_solo
+from conftest import SMOOTH, Recorder, assert_equals_solo
+from safetensors.torch import load_file
 
-from kimi_k3 import KimiK3Generator, SamplingParams
+from kimi_k3 import KimiK3ForConditionalGeneration, KimiK3Generator, SamplingParams
+from kimi_k3.cache import PackedBatch
+from kimi_k3.engine.device_pools import DevicePools, PoolLayout
 
 
-def prompt_of(length: int, seed: int = 0) -> list[int]:
+def prompt_of(length: int, seed: int = 0, vocab: int = 1000) -> list[int]:
     rng = random.Random(seed)
-    return [rng.randrange(3, 1000) for _ in range(length)]
+    return [rng.randrange(3, vocab) for _ in range(length)]
 
 
 def ask(gen, prompt, new=2, **options):
@@ -155,6 +158,79 @@ def test_equal_tokens_under_other_images_share_nothing(demo, gen):
     assert result.reused_tokens == 0 and gen.counts["prefill_tokens"] - before == 128
     (result,) = gen.generate([prompt], SamplingParams(max_new_tokens=2), extra_key=b"\1" * 32)
     assert result.reused_tokens == 128
+
+
+def test_two_images_of_one_size_are_two_prefixes():
+    """In sequence and at once: equal ids, equal grids, other pixels; each as plain generation gives it."""
+    folder = SMOOTH.with_name("vision")
+    model = KimiK3ForConditionalGeneration.from_pretrained(folder, dtype=torch.float32, progress=False)
+    images = load_file(SMOOTH.with_name("vision.reference") / "preprocess.safetensors")
+    pixels = images["lut"][images["alpha_61x43.patches_u8"].long()]
+    grid = images["alpha_61x43.grid_thw"].view(1, 3)
+    ids = [5, 6, model.config.media_placeholder_token_id, *range(7, 40)]
+    inputs = [{"pixel_values": p, "grid_thws": grid} for p in (pixels, pixels.flip(0), pixels * 0.5)]
+    options = {"max_num_seqs": 4, "num_blocks": 60, "batch_invariant": True}
+    params = SamplingParams(max_new_tokens=6, ignore_eos=True)
+
+    def finish(gen, rids):
+        while gen.has_unfinished():
+            gen.step()
+        return [gen.result(rid) for rid in rids]
+
+    with KimiK3Generator(model, **options) as gen:
+        wanted = [model.generate(torch.tensor([ids]), max_new_tokens=6, eos_token_id=[], **one)[0, len(ids) :].tolist()
+                  for one in inputs]  # fmt: skip
+        at_once = finish(gen, [gen.add(ids, params, **one) for one in inputs])
+        assert [r.token_ids for r in at_once] == wanted and [r.reused_tokens for r in at_once] == [0, 0, 0]
+        again = finish(gen, [gen.add(ids, params, **one) for one in inputs])
+        assert [r.token_ids for r in again] == wanted and min(r.reused_tokens for r in again) > len(ids)
+        gen.index.clear()
+        for one, tokens in zip(inputs, wanted):
+            (result,) = finish(gen, [gen.add(ids, params, **one)])
+            assert result.token_ids == tokens and result.reused_tokens == 0
+
+
+@torch.no_grad()
+def test_the_state_after_j_of_k_proposed_tokens_is_that_of_plain_decoding(smooth):
+    """Proposals run from a state that they do not touch, with an export after each: accepting j is taking the j-th."""
+    model, prompt, proposed = smooth, prompt_of(70, seed=2, vocab=200), prompt_of(5, seed=3, vocab=200)
+    was, pools = model.model.is_batch_invariant, DevicePools(PoolLayout(smooth), 16, smooth.device)
+    first_block = 12 * pools.layout.blocks_per_page  # pages 0 .. 11 are slots
+    model.set_batch_invariant(True)
+
+    def run(tokens, past, read, write, blocks, exports=()):
+        rows = [blocks[p // 64] * 64 + p % 64 for p in range(past, past + len(tokens))]
+        int32 = {"dtype": torch.int32}
+        batch = PackedBatch(
+            torch.tensor([0, len(tokens)], **int32), torch.tensor([read]), torch.tensor([write]),
+            torch.tensor([past], **int32), torch.tensor([past + len(tokens)], **int32), torch.tensor([blocks], **int32),
+            torch.tensor(rows), is_decode=False,
+            export_at=torch.tensor([at for at, _ in exports]) if exports else None,
+            export_slots=torch.tensor([slot for _, slot in exports]) if exports else None,
+        )  # fmt: skip
+        running_sum, bank, _, _ = model.model(model.model.embed_tokens(torch.tensor(tokens)), batch, pools.pools)
+        return model.head_logits(model.model.final_hidden(running_sum[-1:], bank[:, -1:]))
+
+    def state(slot):
+        return [pool[slot].clone() for layer in pools.pools.values() if len(layer) == 2 for pool in layer]
+
+    try:
+        blocks, others = [first_block, first_block + 1], [first_block + 2, first_block + 3]
+        run(prompt, 0, -1, 0, blocks)
+        run(prompt, 0, -1, 1, others)  # the plain one
+        before = state(0)
+        run(proposed, 70, 0, -1, blocks, [(j, 2 + j) for j in range(1, 6)])
+        assert all(torch.equal(a, b) for a, b in zip(state(0), before))
+        for j in range(6):
+            taken = 0 if j == 0 else 2 + j
+            assert all(torch.equal(a, b) for a, b in zip(state(taken), state(1)))
+            # The next token after j accepted ones overwrites the latents of those that were not.
+            assert torch.equal(run([9], 70 + j, taken, -1, blocks), run([9], 70 + j, 1, -1, others))
+            if j < 5:
+                run(proposed[j : j + 1], 70 + j, 1, 1, others)
+                run(proposed[j : j + 1], 70 + j, taken, -1, blocks)  # its latent again
+    finally:
+        model.set_batch_invariant(was)
 
 
 def test_without_prefix_cache_nothing_is_reused_and_nothing_stays(demo):

@@ -1,6 +1,7 @@
 """States and latents that left the device: parked, evicted, stored on disk, read by another process, damaged, slow."""
 
 import random
+import signal
 import subprocess
 import sys
 import textwrap
@@ -9,11 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Recorder, assert_equals_solo
+from conftest import DEMO, Recorder, assert_equals_solo
+from valkey_server import Server
 
-from kimi_k3 import KimiK3Generator, SamplingParams
+from kimi_k3 import KimiK3ForCausalLM, KimiK3Generator, SamplingParams
 from kimi_k3.engine.device_pools import DevicePools, PoolLayout
-from kimi_k3.engine.tiers import DiskTier, HostTier
+from kimi_k3.engine.tier_store import _key_in, _slice_name
+from kimi_k3.engine.tiers import DiskTier, HostTier, RemoteTier
 
 SMALL = {"max_num_seqs": 4, "num_blocks": 12, "max_tokens_per_step": 128, "batch_invariant": True}
 
@@ -51,7 +54,62 @@ def test_a_tier_on_disk_outlives_the_generator(demo, tmp_path):
         assert gen.stats()["tiers"]["by_tier"]["disk"]["hits"] > 0
 
 
-@pytest.mark.parametrize("difference", ["weights", "block_size", "mode", "image"])
+def test_what_was_evicted_to_the_host_outlives_the_generator_on_disk(demo, tmp_path):
+    tiers = HostTier(1 << 26), DiskTier(tmp_path, 1 << 28)
+    with KimiK3Generator(demo, tiers=tiers, **SMALL) as gen:
+        for seed in range(3):
+            ask(gen, demo, prompt_of(200, seed))
+        gen.index.clear()  # all of it to the host
+        gen.tiers.stack.flush()
+        assert gen.stats()["tiers"]["by_tier"]["disk"]["entries"] == 0
+    with KimiK3Generator(demo, tiers=(DiskTier(tmp_path, 1 << 28),), **SMALL) as gen:
+        assert max(ask(gen, demo, [*prompt_of(200, seed), 9]) for seed in range(3)) <= 1
+
+
+def test_a_remote_server_that_hangs_is_a_counted_miss_and_stalls_no_step(demo):
+    server = Server()
+    try:
+        prompts = [prompt_of(200, seed) for seed in range(3)]
+        with KimiK3Generator(demo, tiers=(RemoteTier(server.url),), **SMALL) as gen:
+            for prompt in prompts:
+                ask(gen, demo, prompt)
+        with KimiK3Generator(demo, tiers=(RemoteTier(server.url, timeout_s=5.0),), **SMALL) as gen:
+            assert ask(gen, demo, [*prompts[0], 5]) <= 1
+            (remote,) = gen.tiers.stack.tiers
+            server.process.send_signal(signal.SIGSTOP)
+            busy = gen.add(prompt_of(30, 99), SamplingParams(max_new_tokens=500, ignore_eos=True))
+            late = gen.add([*prompts[1], 5], SamplingParams(max_new_tokens=3, ignore_eos=True))
+            slowest, ended = 0.0, set()
+            while late not in ended:
+                start = time.perf_counter()
+                ended |= {output.rid for output in gen.step() if output.finish_reason}
+                slowest = max(slowest, time.perf_counter() - start)
+            assert slowest < 2.0  # of a socket's 5 seconds nothing; the prompt's own 200 tokens take less
+            assert gen.tiers.counts["miss_timeout"] >= 1 and gen.result(late).reused_tokens == 0
+            gen.abort(busy)
+            server.process.send_signal(signal.SIGCONT)
+            time.sleep(0.1)
+            remote._down_until = 0.0
+            assert ask(gen, demo, [*prompts[2], 5]) <= 1
+    finally:
+        server.process.send_signal(signal.SIGCONT)
+        server.stop()
+
+
+def test_lossy_tiers_take_fewer_bytes_of_what_the_engine_stores(demo):
+    stored = []
+    for options in ({}, {"latents": "fp8", "snapshots": "bf16"}):
+        with KimiK3Generator(demo, tiers=(HostTier(1 << 28, **options),), **SMALL | {"batch_invariant": False}) as gen:
+            gen.generate([prompt_of(200, 0)], SamplingParams(max_new_tokens=2))
+            gen.index.clear()
+            gen.tiers.stack.flush()
+            stored.append(gen.stats()["tiers"]["by_tier"]["host"]["bytes"])
+            (result,) = gen.generate([[*prompt_of(200, 0), 5]], SamplingParams(max_new_tokens=2))
+            assert result.reused_tokens == 200
+    assert stored[1] < 0.8 * stored[0]
+
+
+@pytest.mark.parametrize("difference", ["weights", "dtype", "block_size", "mode", "image"])
 def test_a_folder_that_describes_something_else_is_a_miss(demo, smooth, tmp_path, difference):
     """Fault 7.2: two runs over one folder that differ in one thing."""
     prompt = prompt_of(200, 1)
@@ -70,12 +128,65 @@ def test_a_folder_that_describes_something_else_is_a_miss(demo, smooth, tmp_path
         if difference == "weights":
             with torch.no_grad():
                 weight.mul_(1.01)
-        with KimiK3Generator(demo, tiers=(DiskTier(tmp_path, 1 << 28),), **options) as gen:
+        model = demo
+        if difference == "dtype":
+            model = KimiK3ForCausalLM.from_pretrained(DEMO, dtype=torch.bfloat16, progress=False)
+        with KimiK3Generator(model, tiers=(DiskTier(tmp_path, 1 << 28),), **options) as gen:
             (result,) = gen.generate([prompt], SamplingParams(max_new_tokens=2), extra_key=extra)
             assert result.reused_tokens == 0 and gen.counts["prefill_tokens"] == 200
     finally:
         with torch.no_grad():
             weight.copy_(before)
+
+
+@pytest.mark.parametrize("error", [ValueError, RuntimeError])
+def test_a_restore_that_gives_up_half_way_is_a_miss_and_leaks_nothing(demo, monkeypatch, error):
+    with KimiK3Generator(demo, tiers=(HostTier(1 << 28),), **SMALL) as gen:
+        prompt = prompt_of(200, 3)
+        ask(gen, demo, prompt)
+        gen.index.clear()
+        gen.tiers.stack.flush()
+        write, calls = gen.pools.write_slot, []
+
+        def fail_at_the_second(*args):
+            calls.append(1)
+            if len(calls) == 2:
+                raise error("the copy failed")
+            write(*args)
+
+        monkeypatch.setattr(gen.pools, "write_slot", fail_at_the_second)
+        assert 63 < ask(gen, demo, [*prompt, 9]) <= 201  # that state is gone; a shallower one may be had
+        assert gen.tiers.counts["miss_foreign"] + gen.tiers.counts["miss_io"] == 1
+        assert ask(gen, demo, [*prompt, 9]) == 0
+        gen.index.clear()
+        assert gen.pool.num_slots == gen.pool.num_blocks == 0
+
+
+def test_memory_that_is_used_again_at_once_does_not_change_what_is_on_its_way(demo):
+    """A tier that takes 50 ms a write, and memory overwritten meanwhile: each entry is what the memory held."""
+
+    class SlowWrites(HostTier):
+        def put(self, key, payload):
+            time.sleep(0.05)
+            return super().put(key, payload)
+
+    with KimiK3Generator(demo, tiers=(SlowWrites(1 << 28),), **SMALL) as gen:
+        ask(gen, demo, prompt_of(200, 4))
+        wanted = {}
+        for entry in gen.index.entries():
+            for heads in gen.tiers.slices:
+                name = _slice_name(_key_in(entry.node, entry.snapshot.position), heads)
+                wanted[name] = gen.pools.read_slot(entry.snapshot.slot, heads)
+        gen.index.clear()
+        gen.pools.buffer.fill_(255)  # what a next request would do, and sooner than any
+        assert gen.stats()["tiers"]["by_tier"]["transfers"]["pending_writes"] > 0
+        gen.tiers.stack.flush()
+        (tier,) = gen.tiers.stack.tiers
+        assert len(wanted) > 3
+        for name, payload in wanted.items():
+            stored = tier.get(name)
+            assert stored.keys() == payload.keys() and all(torch.equal(stored[k], payload[k]) for k in payload)
+        gen.pools.buffer.zero_()
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "empty", "gone", "foreign"])
@@ -128,6 +239,15 @@ def test_what_was_fetched_never_stands_on_another_prompts_block(demo):
         while gen.has_unfinished():
             gen.step()
         assert_equals_solo(demo, [*prompt, 5], gen.result(rid), recorder.rows, params)
+
+
+def test_in_batch_invariant_mode_keys_name_the_parallel_degree(demo):
+    """Only there: otherwise an entry names its heads, and another degree reads the slices that it wants."""
+    for is_invariant in (False, True):
+        with KimiK3Generator(demo, **SMALL | {"batch_invariant": is_invariant}) as gen:
+            alone = gen._root_key(is_invariant)
+            gen.agreement.tp_size = 2
+            assert (gen._root_key(is_invariant) == alone) != is_invariant
 
 
 class SlowTier(HostTier):

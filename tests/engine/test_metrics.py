@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from kimi_k3 import KimiK3Generator, SamplingParams
+from kimi_k3.engine.expert_counts import CHOICES_KEPT, ExpertCounts
 from kimi_k3.engine.metrics import Metric, exposition, metrics_of
 from kimi_k3.engine.tiers import HostTier
+from kimi_k3.parallel.placement import ExpertPlacement
 from kimi_k3.parallel.traces import read_trace
 
 SAMPLE = re.compile(r'([a-z_][a-z0-9_]*)(?:\{((?:[a-z_]+="(?:[^"\\\n]|\\.)*",?)*)\})? (-?[0-9.e+-]+)$')
@@ -136,6 +138,54 @@ def test_expert_counts_are_the_routers_choices(smooth, chosen, tmp_path, is_inva
         assert of_layer.total() == tokens * topk and len(of_layer) <= 5
         for expert, value in enumerate(row.tolist()):
             assert whole[labels(layer=str(layer_idx), worker="0", expert=str(expert))] == value
+
+
+def test_requests_are_followed_to_the_workers_of_their_experts(smooth, chosen):
+    """Decayed averages of what each token chose, and of them each worker's share; a step of its own for every token."""
+    config = smooth.config.text_config
+    layers, experts, topk = len(chosen.ids), config.num_experts, config.num_experts_per_token
+    placement = ExpertPlacement.contiguous(experts, num_layers=layers, num_workers=2)
+    with KimiK3Generator(smooth, max_num_seqs=1, num_blocks=16, prefix_cache=False) as gen:
+        gen.limit_experts(placement)
+        rid = gen.add(prompts([9])[0], SamplingParams(max_new_tokens=4, ignore_eos=True))
+        request = gen._requests[rid]
+        for _ in range(3):
+            gen.step()
+        want = torch.zeros(layers, experts)
+        for row, ids in enumerate(chosen.ids.values()):
+            ids_TA = torch.cat(ids)
+            averages = [ids_TA[:9].flatten().bincount(minlength=experts) / 9]
+            averages += [ids_TA[t].bincount(minlength=experts).float() for t in (9, 10)]
+            want[row] = averages[0]
+            for average in averages[1:]:
+                want[row] = CHOICES_KEPT * want[row] + (1 - CHOICES_KEPT) * average
+        torch.testing.assert_close(request.experts, want)
+        assert request.expert_loads == pytest.approx(placement.worker_loads(want.numpy()).mean(0))
+        assert (
+            sum(request.expert_loads) == pytest.approx(topk) and gen._candidate(request).experts == request.expert_loads
+        )
+        with pytest.raises(ValueError, match="placement of"):
+            gen.limit_experts(ExpertPlacement.contiguous(experts, num_layers=layers + 1, num_workers=2))
+        gen.limit_experts(None)
+        assert gen._candidate(request).experts == ()
+
+
+def test_the_expert_budget_holds_back_who_would_overload_a_worker(smooth):
+    config = smooth.config.text_config
+    placement = ExpertPlacement.contiguous(config.num_experts, 1, num_layers=len(ExpertCounts(smooth).layers))
+    topk = config.num_experts_per_token
+    with KimiK3Generator(smooth, max_num_seqs=4, num_blocks=16, scheduler="dependency_aware") as gen:
+        gen.limit_experts(placement, budget=1.5 * topk)  # one worker has it all: one request's tokens, and not two's
+        first = gen.add(prompts([9])[0], SamplingParams(max_new_tokens=12, ignore_eos=True))
+        for _ in range(2):
+            gen.step()
+        second = gen.add(prompts([8])[0], SamplingParams(max_new_tokens=12, ignore_eos=True))
+        gen._requests[second].expert_loads = gen._requests[first].expert_loads  # as after a preemption
+        gen.step()
+        assert gen.counts["held_experts"] == 1 and not gen._requests[second].is_running
+        while gen.has_unfinished():
+            gen.step()
+        assert gen.result(first).finish_reason == gen.result(second).finish_reason == "length"
 
 
 def test_experts_are_counted_from_when_asked(smooth, tmp_path):

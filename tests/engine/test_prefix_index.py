@@ -17,11 +17,11 @@ def make_index(pages=64, per_page=2, block=BLOCK, slot_bytes=8, block_bytes=4, *
     return pool, PrefixIndex(pool, block, slot_bytes, block_bytes, **options)
 
 
-def publish(index, pool, tokens, positions, root=b"r", ends=(), hidden=()):
+def publish(index, pool, tokens, positions, root=b"r", ends=(), hidden=(), heat=()):
     blocks = [pool.add_block() for _ in range(-(-len(tokens) // index.block_size))]
     snapshots = [Snapshot(p, pool.add_slot(), p in ends, "hidden" if p in hidden else None) for p in positions]
     assert None not in blocks and all(s.slot is not None for s in snapshots)
-    index.publish(root, tokens, blocks, snapshots)
+    index.publish(root, tokens, blocks, snapshots, heat)
     for block in blocks:
         pool.free_block(block)
     return snapshots
@@ -122,6 +122,17 @@ def test_what_was_used_lately_stays():
         index.touch(index.match(b"r", [*[1] * 8, 5]))
     index.evict()
     assert index.match(b"r", [*[1] * 8, 5]).position == 8 and index.match(b"r", [*[2] * 8, 5]).position == 0
+
+
+@pytest.mark.parametrize("hot", [1, 2])
+def test_of_equal_prefixes_the_one_that_attention_looked_at_stays(hot):
+    pool, index = make_index()
+    for first in (1, 2):
+        publish(index, pool, [first] * 8, [8], heat=[0.5, 0.5] if first == hot else [])
+    for snapshot in index._snapshots:
+        snapshot.used = index.clock  # equally young
+    assert index.evict()
+    assert [index.match(b"r", [first] * 9).position for first in (1, 2)] == ([8, 0] if hot == 1 else [0, 8])
 
 
 def test_evicted_entries_are_handed_out_while_their_memory_is_theirs():

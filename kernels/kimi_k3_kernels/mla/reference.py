@@ -13,6 +13,7 @@ from kimi_k3_kernels.library import compute_dtype
 # Query rows and expanded key elements held at once: a long prompt costs memory in its length, not its square.
 QUERY_TILE = 512
 EXPANDED_ELEMENTS = 1 << 26
+MASS_TOKENS = 4096  # whose scores `mla_block_mass` holds at once
 
 
 def gather_latents(latent_pool: Tensor, block_table: Tensor, length: int) -> Tensor:
@@ -127,3 +128,23 @@ def mla_decode_reference(
         scores_HL = (q[n] @ latents_LR.t()).to(compute_dtype(q)) * scale
         out[n] = scores_HL.softmax(-1).to(q.dtype) @ latents_LR[:, :value_dim]
     return out
+
+
+def mla_block_mass_reference(
+    q: Tensor, latent_pool: Tensor, block_tables: Tensor, kv_lens: Tensor, scale: float
+) -> Tensor:
+    page = latent_pool.shape[1]
+    mass_NB = torch.zeros(block_tables.shape, dtype=compute_dtype(q), device=q.device)
+    at_once = max(1, MASS_TOKENS // page)
+    for n, length in enumerate(kv_lens.tolist()):
+        parts = []
+        for table in block_tables[n, : -(-length // page)].split(at_once):
+            latents_LR = gather_latents(latent_pool, table, min(length, len(table) * page)).to(q.dtype)
+            length -= len(latents_LR)
+            scores_HL = (q[n] @ latents_LR.t()).to(compute_dtype(q)) * scale
+            scores_HL = F.pad(scores_HL, (0, -len(latents_LR) % page), value=-torch.inf)
+            parts.append(scores_HL.unflatten(-1, (-1, page)).logsumexp(-1))
+        if parts:
+            mass_B = torch.cat(parts, -1).softmax(-1).mean(0)
+            mass_NB[n, : len(mass_B)] = mass_B
+    return mass_NB

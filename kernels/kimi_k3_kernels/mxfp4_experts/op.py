@@ -16,6 +16,7 @@ from kimi_k3_kernels.mxfp4_experts.reference import (
     dense_experts_reference,
     mxfp4_dequantize_reference,
     mxfp4_experts_backward_reference,
+    mxfp4_experts_int8_reference,
     mxfp4_experts_reference,
     mxfp4_linear_reference,
     mxfp4_quantize_reference,
@@ -45,6 +46,9 @@ mxfp4_linear_op = define_op(
 )
 mxfp4_experts_op = define_op(
     f"mxfp4_experts({_ROUTED}, {_PACKED}) -> Tensor", mxfp4_experts_reference, lambda x, *_: _like(x)
+)
+mxfp4_experts_int8_op = define_op(
+    f"mxfp4_experts_int8({_ROUTED}, {_PACKED}) -> Tensor", mxfp4_experts_int8_reference, lambda x, *_: _like(x)
 )
 mxfp4_experts_backward_op = define_op(
     f"mxfp4_experts_backward(Tensor grad, {_ROUTED}, {_PACKED}) -> (Tensor, Tensor)",

@@ -1,7 +1,7 @@
 // Products of activation rows with MXFP4 weight rows, straight from the packed bytes.
 //
-// A block is at most 16 weight rows. Each policy has a layout for a prepared activation row, and `rows` for
-//   out[m * 16 + n] = sum_k x_m[k] w_n[k]
+// A block is at most kRows weight rows, 16 or 32. Each policy has a layout for a prepared activation row, and `rows` for
+//   out[m * kRows + n] = sum_k x_m[k] w_n[k]
 // The order of an output's sum depends on K alone: not on how many rows there are, nor on which path they take.
 #pragma once
 
@@ -12,7 +12,7 @@
 namespace kimi_k3 {
 
 constexpr int64_t kGroup = 32;     // weights under one scale
-constexpr int64_t kBlockRows = 16; // weight rows of one call
+constexpr int64_t kBlockRows = 16; // weight rows of one call, of most policies
 
 // One matrix [out, in] of packed codes and scales, both row-major.
 struct PackedMatrix {

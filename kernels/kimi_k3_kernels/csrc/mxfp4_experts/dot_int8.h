@@ -4,6 +4,8 @@
 // doubled weights (0, 1, 2, 3, 4, 6, 8, 12), so no bit depends on how; then the groups' sums in float32, in order.
 #pragma once
 
+#include <limits>
+
 #include "dot_avx2.h"
 
 namespace kimi_k3 {
@@ -18,7 +20,7 @@ struct Int8Group {
 inline float int8_scale(float most) { return most / 127.0f; }
 inline bool is_int8_scale(float scale) { return scale > 0.0f && scale <= std::numeric_limits<float>::max(); }
 
-// Any machine.
+// Any machine; slower than the lossless products.
 template <class T>
 struct PlainInt8Rows : PlainRows<T> {
   using Element = Int8Group;
@@ -29,8 +31,10 @@ struct PlainInt8Rows : PlainRows<T> {
     float most = 0.0f;
     for (int64_t i = 0; i < kGroup; ++i) most = std::isnan(values[i]) ? values[i] : std::max(most, std::abs(values[i]));
     const float scale = int8_scale(most);
-    for (int64_t i = 0; i < kGroup; ++i)
-      group.values[i] = is_int8_scale(scale) ? static_cast<int8_t>(std::max(-127.0f, std::min(127.0f, std::nearbyint(values[i] / scale)))) : 0;
+    for (int64_t i = 0; i < kGroup; ++i) {
+      const float steps = is_int8_scale(scale) ? std::nearbyint(values[i] / scale) : 0.0f;
+      group.values[i] = static_cast<int8_t>(std::max(-127.0f, std::min(127.0f, steps)));
+    }
     group.scale = scale * 0.5f;
   }
   static void rows(const PackedMatrix& w, int64_t first, int64_t count, const Ahead&, const Int8Group* const* x, int64_t m_count,
@@ -59,8 +63,8 @@ struct PlainInt8Rows : PlainRows<T> {
 #if KIMI_K3_X86
 
 // AVX-512 VNNI: lane i of a vector belongs to weight row i of 16, so nothing is summed across lanes, and four activations
-// are broadcast to all. A word of a row's codes holds eight; its even and its odd ones make a vector's lane each, so the
-// even and the odd of eight activations lie side by side too.
+// are broadcast to all: 6 rows by 32 weight rows fill the registers. A word of a row's codes holds eight; its even and its
+// odd ones make a vector's lane each, so the even and the odd of eight activations lie side by side too.
 template <class Lossless>
 struct VnniRows : Lossless {
   using Element = Int8Group;
@@ -76,13 +80,14 @@ struct VnniRows : Lossless {
                                           _mm512_and_si512(_mm512_castps_si512(halves[1]), magnitude));
     const float scale = int8_scale(_mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128(_mm512_reduce_max_epi32(most)))));
     const __mmask16 mask = is_int8_scale(scale) ? 0xffff : 0;
-    const __m512i limit = _mm512_set1_epi32(127), order = _mm512_broadcast_i32x4(_mm_set_epi8(15, 13, 11, 9, 14, 12, 10, 8, 7, 5, 3, 1, 6, 4, 2, 0));
+    const __m512i most_steps = _mm512_set1_epi32(127), least_steps = _mm512_set1_epi32(-127);
+    const __m128i order = _mm_set_epi8(15, 13, 11, 9, 14, 12, 10, 8, 7, 5, 3, 1, 6, 4, 2, 0);
     __m512i sum = _mm512_setzero_si512();
     for (int i = 0; i < 2; ++i) {
       __m512i rounded = _mm512_maskz_cvtps_epi32(mask, _mm512_div_ps(halves[i], _mm512_set1_ps(scale)));
-      rounded = _mm512_max_epi32(_mm512_min_epi32(rounded, limit), _mm512_sub_epi32(_mm512_setzero_si512(), limit));
+      rounded = _mm512_max_epi32(_mm512_min_epi32(rounded, most_steps), least_steps);
       sum = _mm512_add_epi32(sum, rounded);
-      const __m128i bytes = _mm_shuffle_epi8(_mm512_cvtepi32_epi8(rounded), _mm512_castsi512_si128(order));
+      const __m128i bytes = _mm_shuffle_epi8(_mm512_cvtepi32_epi8(rounded), order);
       _mm_storeu_si128(reinterpret_cast<__m128i*>(group.values + 16 * i), bytes);
     }
     group.scale = scale * 0.5f;
@@ -134,7 +139,7 @@ struct VnniRows : Lossless {
       for (int64_t g = quad; g < std::min(groups, quad + 4); ++g, exponents = _mm512_srli_epi32(exponents, 8)) {
         __m512i packed[4], words[kWords];
         const uint8_t* here = codes + g * (kGroup / 2);
-        transpose([&](int n) KIMI_K3_AVX512_INT8 { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(here + n * stride)); }, packed);
+        transpose([&](int n) KIMI_K3_AVX512_INT8 { return _mm_loadu_epi8(here + n * stride); }, packed);
 #pragma GCC unroll 4
         for (int i = 0; i < 4; ++i) {
           words[2 * i] = _mm512_permutexvar_epi8(packed[i], table);
@@ -215,14 +220,15 @@ struct VnniRows : Lossless {
 
   KIMI_K3_AVX512_INT8 static void decode_rows(const PackedMatrix& w, int64_t row, const Ahead& ahead, int64_t first,
                                               int64_t groups, Decoded* out) {
-    decode(w, row, ahead, first, groups, [&](int64_t g, const __m512i(&words)[kWords], __m512 scale) KIMI_K3_AVX512_INT8 __attribute__((always_inline)) {
+    decode(w, row, ahead, first, groups,
+           [&](int64_t g, const __m512i(&words)[kWords], __m512 scale) KIMI_K3_AVX512_INT8 __attribute__((always_inline)) {
 #pragma GCC unroll 8
-      for (int j = 0; j < kWords; ++j) out[g * kVectors].words[j] = words[j];
-      out[g * kVectors].scale = scale;
-    });
+             for (int j = 0; j < kWords; ++j) out[g * kVectors].words[j] = words[j];
+             out[g * kVectors].scale = scale;
+           });
   }
 
-  // Decoded groups stay in the first cache, beside the rows of a tile.
+  // Decoded groups stay in the first cache, beside the rows of a tile; and their scales, a byte each, fill 128 bits.
   static constexpr int64_t kPieceGroups = 16;
 
   static void rows(const PackedMatrix& w, int64_t first, int64_t count, const Ahead& ahead, const Int8Group* const* x,

@@ -152,8 +152,8 @@ void run(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights, co
                     w3, w2, table, slot_table.size(0), situ_betas, mutable_data<Activation>(out));
 }
 
-void check_stack(const std::string& op, const char* name, const Tensor& packed, const Tensor& scale, int64_t num_slots, int64_t out,
-                 int64_t in) {
+void check_stack(const std::string& op, const char* name, const Tensor& packed, const Tensor& scale, int64_t num_slots,
+                 int64_t out, int64_t in) {
   check_sizes(op.c_str(), name, packed, {num_slots, out, in / 2});
   check_sizes((op + ": scales").c_str(), name, scale, {num_slots, out, in / 32});
   STD_TORCH_CHECK(packed.scalar_type() == ScalarType::Byte && scale.scalar_type() == ScalarType::Byte, op, ": want ", name,

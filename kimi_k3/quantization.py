@@ -96,6 +96,7 @@ def quantize_expert_activations_int8_(model: nn.Module) -> None:
         raise ValueError("expert_activations='int8': want packed experts (MXFP4), this model has only plain ones")
     for experts in chosen:
         experts.has_int8_activations = True
+    model.lossy_expert_activations = "int8"  # type: ignore[assignment]
     logger.warning(
         "expert_activations='int8' is lossy (perplexity x PERPLEXITY on the demo model, measure your own): the routed experts "
         "of %d layers now round what they read to int8",

@@ -585,6 +585,8 @@ class KimiK3Generator:
             str(self.block_size), self.agreement.weights_digest(model),
             f"batch invariant, {self.agreement.tp_size} ranks" if batch_invariant else "",
         ]  # fmt: skip
+        if (lossy := getattr(model, "lossy_expert_activations", None)) is not None:
+            parts.append(f"expert activations in {lossy}")
         return hashlib.sha256("\n".join(parts).encode()).digest()
 
     def _with_images(

@@ -1,5 +1,6 @@
 """States and latents that left the device: parked, evicted, stored on disk, read by another process, damaged, slow."""
 
+import copy
 import random
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from conftest import Recorder, assert_equals_solo
 from kimi_k3 import KimiK3Generator, SamplingParams
 from kimi_k3.engine.device_pools import DevicePools, PoolLayout
 from kimi_k3.engine.tiers import DiskTier, HostTier
+from kimi_k3.quantization import quantize_expert_activations_int8_
 
 SMALL = {"max_num_seqs": 4, "num_blocks": 12, "max_tokens_per_step": 128, "batch_invariant": True}
 
@@ -51,14 +53,17 @@ def test_a_tier_on_disk_outlives_the_generator(demo, tmp_path):
         assert gen.stats()["tiers"]["by_tier"]["disk"]["hits"] > 0
 
 
-@pytest.mark.parametrize("difference", ["weights", "block_size", "mode", "image"])
+@pytest.mark.parametrize("difference", ["weights", "activations", "block_size", "mode", "image"])
 def test_a_folder_that_describes_something_else_is_a_miss(demo, smooth, tmp_path, difference):
     """Fault 7.2: two runs over one folder that differ in one thing."""
     prompt = prompt_of(200, 1)
     with KimiK3Generator(demo, tiers=(DiskTier(tmp_path, 1 << 28),), **SMALL) as gen:
         ask(gen, demo, prompt)
-    options, extra = dict(SMALL), b""
-    if difference == "block_size":
+    options, extra, model = dict(SMALL), b"", demo
+    if difference == "activations":
+        model = copy.deepcopy(demo)
+        quantize_expert_activations_int8_(model)
+    elif difference == "block_size":
         options["block_size"] = 32
     elif difference == "mode":
         options["batch_invariant"] = False
@@ -70,7 +75,7 @@ def test_a_folder_that_describes_something_else_is_a_miss(demo, smooth, tmp_path
         if difference == "weights":
             with torch.no_grad():
                 weight.mul_(1.01)
-        with KimiK3Generator(demo, tiers=(DiskTier(tmp_path, 1 << 28),), **options) as gen:
+        with KimiK3Generator(model, tiers=(DiskTier(tmp_path, 1 << 28),), **options) as gen:
             (result,) = gen.generate([prompt], SamplingParams(max_new_tokens=2), extra_key=extra)
             assert result.reused_tokens == 0 and gen.counts["prefill_tokens"] == 200
     finally:

@@ -98,6 +98,7 @@ def load_pretrained(
     mesh: Any = None,
     experts: str = "mxfp4",
     trunk: str | None = None,
+    expert_activations: str | None = None,
     layers: range | None = None,
     revision: str | None = None,
     cache_dir: str | Path | None = None,
@@ -121,6 +122,7 @@ def load_pretrained(
         experts: "mxfp4" keeps packed bytes. A layer that is stored with plain experts stays plain, and a warning says so.
             "dequantized" gives plain experts everywhere: bfloat16 with "auto", else in `dtype`.
         trunk: "int8" quantises the linear layers outside experts, router and head (torchao, weight only): lossy.
+        expert_activations: "int8" rounds what the packed experts read to int8 by groups of 32: lossy, the weights stay.
         layers: a contiguous range of layers (from 0), reading only their shards; the embedding comes with layer 0, final
             norms and head with the last. Such a model cannot be saved.
         revision, cache_dir, token, local_files_only: for the Hub, as in huggingface_hub.
@@ -134,7 +136,7 @@ def load_pretrained(
         FileNotFoundError: no such folder, repository or file.
         ValueError: an argument that is none of the above, or sizes that the mesh cannot cut.
     """
-    _check_options(dtype, mesh, experts, trunk, verify, device, device_map, layers)
+    _check_options(dtype, mesh, experts, trunk, expert_activations, verify, device, device_map, layers)
     hub = HubOptions(revision, cache_dir, token, local_files_only)
     config = KimiK3Config.from_pretrained(path_or_repo, **hub._asdict())
     text = config.text_config
@@ -173,6 +175,10 @@ def load_pretrained(
         from kimi_k3.quantization import quantize_trunk_int8_
 
         quantize_trunk_int8_(model)
+    if expert_activations == "int8":
+        from kimi_k3.quantization import quantize_expert_activations_int8_
+
+        quantize_expert_activations_int8_(model)
     return model.eval()
 
 
@@ -227,8 +233,8 @@ def plan_reads(
 
 
 def _check_options(
-    dtype: str | torch.dtype, mesh: Any, experts: str, trunk: str | None, verify: str | None,
-    device: str | torch.device | None, device_map: str | dict[str, Any] | None, layers: range | None,
+    dtype: str | torch.dtype, mesh: Any, experts: str, trunk: str | None, expert_activations: str | None,
+    verify: str | None, device: str | torch.device | None, device_map: str | dict[str, Any] | None, layers: range | None,
 ) -> None:  # fmt: skip
     if mesh is not None and not hasattr(mesh, "mesh_dim_names"):
         raise ValueError(f"from_pretrained: mesh: want a DeviceMesh (kimi_k3.parallel.make_mesh), got {mesh!r}")
@@ -239,10 +245,14 @@ def _check_options(
     for name, given, allowed in (
         ("experts", experts, ("mxfp4", "dequantized")),
         ("trunk", trunk, (None, "int8")),
+        ("expert_activations", expert_activations, (None, "int8")),
         ("verify", verify, ("size", "sha256", None)),
     ):
         if given not in allowed:
             raise ValueError(f"from_pretrained: {name}: want one of {allowed}, got {given!r}")
+    if expert_activations is not None and (mesh is not None or experts == "dequantized"):
+        given = "mesh" if mesh is not None else "experts='dequantized'"
+        raise ValueError(f"from_pretrained: expert_activations: want packed experts in one process, got {given} too")
     if layers is not None and not isinstance(layers, range):
         raise ValueError(f"from_pretrained: layers: want a range such as range(0, 4), got {layers!r}")
     if device is not None and device_map is not None:

@@ -55,6 +55,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="cpu, cuda, cuda:1, ...")
     parser.add_argument("--experts", default="mxfp4", choices=["mxfp4", "dequantized"])
     parser.add_argument("--trunk", choices=["int8"], help="quantise the trunk's weights (lossy)")
+    parser.add_argument("--expert-activations", choices=["int8"], help="of the packed experts (lossy)")
     parser.add_argument("--compile", action="store_true", help="torch.compile every decoder layer")
 
 
@@ -178,6 +179,7 @@ def _load(args: argparse.Namespace, with_images: bool = False) -> tuple[KimiK3Fo
         device=args.device,
         experts=args.experts,
         trunk=args.trunk,
+        expert_activations=args.expert_activations,
     )
     if args.compile:
         model.compile_blocks()

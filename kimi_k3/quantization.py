@@ -1,4 +1,4 @@
-"""torchao at the edges: packed experts in and out of MXTensor, and the trunk in int8."""
+"""torchao at the edges: packed experts in and out of MXTensor, the trunk in int8; the experts' activations in int8."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kimi_k3.configuration_kimi_k3 import MXFP4_GROUP
+from kimi_k3.layers.moe import KimiK3Experts
 
 if TYPE_CHECKING:
     from torchao.prototype.mx_formats.mx_tensor import MXTensor
@@ -78,5 +79,26 @@ def quantize_trunk_int8_(model: nn.Module) -> None:
     logger.warning(
         "trunk='int8' is lossy (perplexity x 1.00002 on the demo model, measure your own): %d linear layers now have int8 "
         "weights, and this model cannot be saved",
+        len(chosen),
+    )
+
+
+def quantize_expert_activations_int8_(model: nn.Module) -> None:
+    """From now on the packed experts compute with activations in int8 by groups of 32 (`mxfp4_experts_int8`). Lossy.
+
+    The weights stay as they are stored, so such a model is saved byte for byte. It pays for prompts and large batches on
+    a CPU with AVX-512 VNNI, and nowhere else.
+
+    Raises: ValueError if no layer has packed experts.
+    """
+    chosen = [m for m in model.modules() if isinstance(m, KimiK3Experts) and m.packed]
+    if not chosen:
+        raise ValueError("expert_activations='int8': want packed experts (MXFP4), this model has only plain ones")
+    for experts in chosen:
+        experts.has_int8_activations = True
+    model.lossy_expert_activations = "int8"  # type: ignore[assignment]
+    logger.warning(
+        "expert_activations='int8' is lossy (perplexity x PERPLEXITY on the demo model, measure your own): the routed experts "
+        "of %d layers now round what they read to int8",
         len(chosen),
     )

@@ -414,11 +414,12 @@ def packed_expert_cases(make: Maker, with_reference: bool) -> Iterator[Case]:
         routes = expert_routes(make, tokens, 8 if tokens * s.topk < s.experts else 2)
         inputs = [(*route, *stacks, BETA, LINEAR_BETA) for route in routes]
         used = statistics.mean(route[1].unique().numel() for route in routes)
-        yield Case(
-            "mxfp4_experts", f"{tokens} tokens, {used:.0f} experts", OPS.mxfp4_experts, inputs,
-            used * expert_bytes + 2 * tensor_bytes(routes[0][0]), expert_flops(s, tokens),
-            OPS.mxfp4_experts.reference if with_reference else None,
-        )  # fmt: skip
+        for op in (OPS.mxfp4_experts, OPS.mxfp4_experts_int8):
+            yield Case(
+                op.__name__, f"{tokens} tokens, {used:.0f} experts", op, inputs,
+                used * expert_bytes + 2 * tensor_bytes(routes[0][0]), expert_flops(s, tokens),
+                op.reference if with_reference else None,
+            )  # fmt: skip
     if not with_reference:
         return
     backward = [(make.normal(tokens, s.moe_latent), *inputs[0])]
@@ -492,7 +493,7 @@ GROUPS: tuple[tuple[Callable[[Maker], Iterator[Case]], tuple[str, ...]], ...] = 
     (mxfp4_cases, ("mxfp4_dequantize", "mxfp4_linear")),
     (dense_expert_cases, ("dense_experts", "dense_experts_backward")),
 )
-EXPERT_OPS = ("mxfp4_experts", "mxfp4_experts_backward")
+EXPERT_OPS = ("mxfp4_experts", "mxfp4_experts_int8", "mxfp4_experts_backward")
 ALL_OPS = tuple(name for _, names in GROUPS for name in names) + EXPERT_OPS
 
 
@@ -503,7 +504,7 @@ def cases_of(make: Maker, wanted: set[str]) -> Iterator[Case]:
             yield from (case for case in group(make) if case.op in wanted)
     s = make.shape
     whole_layer = s.experts * 3 * s.moe_latent * s.expert_width * 17 // 32 > WHOLE_LAYER_BYTES
-    if wanted & set(EXPERT_OPS) and not (whole_layer and wanted != {"mxfp4_experts"}):
+    if wanted & set(EXPERT_OPS) and not (whole_layer and wanted - {"mxfp4_experts", "mxfp4_experts_int8"}):
         yield from (case for case in packed_expert_cases(make, with_reference=not whole_layer) if case.op in wanted)
 
 

@@ -13,6 +13,7 @@ from kimi_k3_kernels.mxfp4_experts import (
     mxfp4_combine,
     mxfp4_dequantize,
     mxfp4_experts,
+    mxfp4_experts_int8,
     mxfp4_linear,
     mxfp4_quantize,
 )
@@ -41,6 +42,7 @@ __all__ = [
     "mxfp4_combine",
     "mxfp4_dequantize",
     "mxfp4_experts",
+    "mxfp4_experts_int8",
     "mxfp4_linear",
     "mxfp4_quantize",
     "native_library",

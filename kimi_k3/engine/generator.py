@@ -718,6 +718,8 @@ class KimiK3Generator:
             f"batch invariant, {self.agreement.tp_size} ranks" if batch_invariant else "",
             *(["bf16 snapshots"] if self.pools.layout.has_bf16_snapshots else []),
         ]  # fmt: skip
+        if (lossy := getattr(model, "lossy_expert_activations", None)) is not None:
+            parts.append(f"expert activations in {lossy}")
         return hashlib.sha256("\n".join(parts).encode()).digest()
 
     def _with_images(

@@ -12,7 +12,7 @@ from kimi_k3.configuration_kimi_k3 import KimiK3TextConfig
 from kimi_k3.layers.linear import project
 from kimi_k3.layers.mlp import KimiK3MLP
 from kimi_k3.layers.norm import RMSNorm
-from kimi_k3_kernels import dense_experts, linear_rows, matvec, mxfp4_experts
+from kimi_k3_kernels import dense_experts, linear_rows, matvec, mxfp4_experts, mxfp4_experts_int8
 from kimi_k3_kernels.library import at_once, by_rows, compute_dtype
 
 
@@ -77,6 +77,7 @@ class KimiK3Experts(nn.Module):
     def __init__(self, config: KimiK3TextConfig, packed: bool) -> None:
         super().__init__()
         self.packed, self.num_experts = packed, config.num_experts
+        self.has_int8_activations = False  # lossy: quantization.quantize_expert_activations_int8_
         self.beta, self.linear_beta = config.situ_betas
         width, latent = config.moe_intermediate_size, config.routed_expert_hidden_size
         for name, rows, columns in (("w1", width, latent), ("w2", latent, width), ("w3", width, latent)):
@@ -91,7 +92,7 @@ class KimiK3Experts(nn.Module):
     def forward(self, latent_TL: Tensor, routing: Routing) -> Tensor:
         slot_table = torch.arange(self.num_experts, dtype=torch.int32, device=latent_TL.device)
         if self.packed:
-            return mxfp4_experts(
+            return (mxfp4_experts_int8 if self.has_int8_activations else mxfp4_experts)(
                 latent_TL, routing.topk_ids, routing.topk_weights, self.w1_packed, self.w1_scale, self.w3_packed,
                 self.w3_scale, self.w2_packed, self.w2_scale, slot_table, self.beta, self.linear_beta,
             )  # fmt: skip

@@ -1,5 +1,6 @@
 """States and latents that left the device: parked, evicted, stored on disk, read by another process, damaged, slow."""
 
+import copy
 import random
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from kimi_k3 import KimiK3ForCausalLM, KimiK3Generator, SamplingParams
 from kimi_k3.engine.device_pools import DevicePools, PoolLayout
 from kimi_k3.engine.tier_store import _key_in, _slice_name
 from kimi_k3.engine.tiers import DiskTier, HostTier, RemoteTier
+from kimi_k3.quantization import quantize_expert_activations_int8_
 
 SMALL = {"max_num_seqs": 4, "num_blocks": 12, "max_tokens_per_step": 128, "batch_invariant": True}
 
@@ -109,14 +111,17 @@ def test_lossy_tiers_take_fewer_bytes_of_what_the_engine_stores(demo):
     assert stored[1] < 0.8 * stored[0]
 
 
-@pytest.mark.parametrize("difference", ["weights", "dtype", "block_size", "mode", "image"])
+@pytest.mark.parametrize("difference", ["weights", "dtype", "activations", "block_size", "mode", "image"])
 def test_a_folder_that_describes_something_else_is_a_miss(demo, smooth, tmp_path, difference):
     """Fault 7.2: two runs over one folder that differ in one thing."""
     prompt = prompt_of(200, 1)
     with KimiK3Generator(demo, tiers=(DiskTier(tmp_path, 1 << 28),), **SMALL) as gen:
         ask(gen, demo, prompt)
-    options, extra = dict(SMALL), b""
-    if difference == "block_size":
+    options, extra, model = dict(SMALL), b"", demo
+    if difference == "activations":
+        model = copy.deepcopy(demo)
+        quantize_expert_activations_int8_(model)
+    elif difference == "block_size":
         options["block_size"] = 32
     elif difference == "mode":
         options["batch_invariant"] = False
@@ -128,7 +133,6 @@ def test_a_folder_that_describes_something_else_is_a_miss(demo, smooth, tmp_path
         if difference == "weights":
             with torch.no_grad():
                 weight.mul_(1.01)
-        model = demo
         if difference == "dtype":
             model = KimiK3ForCausalLM.from_pretrained(DEMO, dtype=torch.bfloat16, progress=False)
         with KimiK3Generator(model, tiers=(DiskTier(tmp_path, 1 << 28),), **options) as gen:

@@ -8,10 +8,14 @@ import pytest
 import torch
 
 import kimi_k3_kernels
-from kimi_k3_kernels import matvec, mxfp4_experts, mxfp4_quantize
+from kimi_k3_kernels import matvec, mxfp4_dequantize, mxfp4_experts, mxfp4_experts_int8, mxfp4_quantize
+from kimi_k3_kernels.mxfp4_experts.reference import situ
 
 pytestmark = pytest.mark.skipif(kimi_k3_kernels.native_library is None, reason="the CPU kernels are not built")
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-7}  # of the largest output; bfloat16 rounds hidden and output
+
+
+both_ops = pytest.mark.parametrize("op", [mxfp4_experts, mxfp4_experts_int8])
 
 
 def make_experts(tokens: int, latent: int, width: int, experts: int = 6, topk: int = 4):
@@ -41,24 +45,85 @@ def test_experts_equal_the_reference(instructions: str, dtype: torch.dtype, toke
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("tokens", "latent", "width"), [(1, 32, 32), (2, 96, 160), (9, 256, 64), (70, 640, 288), (0, 32, 32)]
+)
+def test_int8_experts_equal_the_reference(instructions: str, dtype: torch.dtype, tokens: int, latent: int, width: int):
+    x, ids, weights, packed, table = make_experts(tokens, latent, width)
+    x = x.to(dtype)
+    for linear_beta in (25.0, None):
+        want = mxfp4_experts_int8(x.double(), ids, weights, *packed, table, 4.0, linear_beta)
+        got = mxfp4_experts_int8(x, ids, weights, *packed, table, 4.0, linear_beta)
+        assert got.dtype == dtype and got.shape == want.shape
+        if tokens:
+            error = (got.double() - want).abs().amax(1) / want.abs().max()
+            # A hidden value between two int8 steps may fall either way in float32: then a row is off by a step of it.
+            assert error.max() <= 2**-7 and (error <= ROUNDING[dtype]).double().mean() >= 0.8
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_int8_experts_are_off_by_their_rounding_and_no_more(instructions: str, dtype: torch.dtype):
+    x, ids, weights, packed, table = make_experts(50, 192, 96)
+    x[7] = 0.0
+    x[8, 32:64] = 0.0
+    got = mxfp4_experts_int8(x.to(dtype), ids, weights, *packed, table, 4.0, None).double()
+    exact = mxfp4_experts(x.to(dtype).double(), ids, weights, *packed, table, 4.0, None)
+    x = x.to(dtype).double()
+
+    def half_steps(values: torch.Tensor) -> torch.Tensor:
+        return (values.unflatten(-1, (-1, 32)).abs().amax(-1, keepdim=True) / 254).expand(-1, -1, 32).flatten(-2)
+
+    w1, w3, w2 = (mxfp4_dequantize(packed[i], packed[i + 1], torch.float64) for i in (0, 2, 4))
+    bound = torch.zeros_like(x)
+    for t in range(50):
+        for choice, weight in zip(ids[t], weights[t].double()):
+            row, step = x[t : t + 1], half_steps(x[t : t + 1])
+            gate, up = row @ w1[choice].t(), row @ w3[choice].t()
+            off_gate, off_up = step @ w1[choice].abs().t(), step @ w3[choice].abs().t()
+            # The slope of beta tanh(g / beta) sigmoid(g) is below 1.1.
+            off = 1.1 * off_gate * (up.abs() + off_up) + situ(gate, torch.ones_like(up), 4.0, None).abs() * off_up
+            off = off + half_steps(situ(gate, up, 4.0, None).abs() + off)
+            bound[t] += weight * (off @ w2[choice].abs().t())[0]
+    error = (got - exact).abs()
+    assert (error <= bound + ROUNDING[dtype] * exact.abs().max()).all()
+    assert (got[7] == 0).all()
+    assert 1e-3 < (got - exact).norm() / exact.norm() < 0.02  # lossy it is
+
+
+@both_ops
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_no_number_stays_so(instructions: str, op, dtype: torch.dtype):
+    x, ids, weights, packed, table = make_experts(9, 64, 96)
+    x = x.to(dtype)
+    want = op(x, ids, weights, *packed, table, 4.0, 25.0)
+    # Groups with an infinity become NaN in int8; without, SiTU is bounded.
+    for bad in (torch.nan, torch.inf, -torch.inf) if op is mxfp4_experts_int8 else (torch.nan,):
+        x[4, 40] = bad
+        got = op(x, ids, weights, *packed, table, 4.0, 25.0)
+        assert got[4].isnan().all()
+        assert torch.equal(torch.cat([got[:4], got[5:]]), torch.cat([want[:4], want[5:]]))
+
+
+@both_ops
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("latent", "width"), [(160, 96), (1056, 800)])  # a row in one piece of the cache, and in two
 @pytest.mark.parametrize("some_scale", [None, 60, 200])  # 2^-67 and 2^73: no longer in a bfloat16 weight's exponent
 def test_a_row_has_the_same_bits_in_any_company_and_on_any_threads(
-    instructions: str, dtype: torch.dtype, latent: int, width: int, some_scale: int | None
+    instructions: str, op, dtype: torch.dtype, latent: int, width: int, some_scale: int | None
 ):
     x, ids, weights, packed, table = make_experts(70, latent, width)
     x = x.to(dtype)
     if some_scale is not None:
         packed[1][:, 3] = packed[5][:, 35, 1] = some_scale
-    together = mxfp4_experts(x, ids, weights, *packed, table, 4.0, 25.0)
+    together = op(x, ids, weights, *packed, table, 4.0, 25.0)
     for rows in (slice(0, 1), slice(3, 5), slice(10, 50)):
-        alone = mxfp4_experts(x[rows], ids[rows], weights[rows], *packed, table, 4.0, 25.0)
+        alone = op(x[rows], ids[rows], weights[rows], *packed, table, 4.0, 25.0)
         assert torch.equal(alone, together[rows])
     threads = torch.get_num_threads()
     try:
         for count in (1, 2, 3):
             torch.set_num_threads(count)
-            assert torch.equal(mxfp4_experts(x, ids, weights, *packed, table, 4.0, 25.0), together)
+            assert torch.equal(op(x, ids, weights, *packed, table, 4.0, 25.0), together)
     finally:
         torch.set_num_threads(threads)
 
@@ -71,18 +136,19 @@ def test_long_prompts_run_in_panels(instructions: str):
     assert torch.equal(mxfp4_experts(x[rows], ids[rows], weights[rows], *packed, table, 4.0, 25.0), together)
 
 
-def test_slots_and_ids_of_either_width_and_any_stride(instructions: str):
+@both_ops
+def test_slots_and_ids_of_either_width_and_any_stride(instructions: str, op):
     x, ids, weights, packed, table = make_experts(9, 64, 96)
-    want = mxfp4_experts(x, ids, weights, *packed, table, 4.0, 25.0)
+    want = op(x, ids, weights, *packed, table, 4.0, 25.0)
     order = torch.tensor([3, 0, 4, 5, 2, 1])
     strided = [torch.stack([t[order], torch.full_like(t, 7)], 1)[:, 0] for t in packed]
     moved = torch.argsort(order)
-    assert torch.equal(mxfp4_experts(x.t().contiguous().t(), ids.int(), weights, *strided, moved, 4.0, 25.0), want)
+    assert torch.equal(op(x.t().contiguous().t(), ids.int(), weights, *strided, moved, 4.0, 25.0), want)
     for bad in (-1, 6):
         with pytest.raises(RuntimeError, match="topk_ids"):
-            mxfp4_experts(x, torch.full_like(ids, bad), weights, *packed, table, 4.0, 25.0)
+            op(x, torch.full_like(ids, bad), weights, *packed, table, 4.0, 25.0)
         with pytest.raises(RuntimeError, match="slot_table"):
-            mxfp4_experts(x, ids, weights, *packed, torch.full_like(table, bad), 4.0, 25.0)
+            op(x, ids, weights, *packed, torch.full_like(table, bad), 4.0, 25.0)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +190,10 @@ def test_registration():
     x, weights = torch.randn(3, 8), [torch.randn(4, 8), torch.randn(5, 8)]
     torch.library.opcheck(torch.ops.kimi_k3.matvec.default, (x, weights))
     x, ids, weights, packed, table = make_experts(3, 32, 64)
-    torch.library.opcheck(torch.ops.kimi_k3.mxfp4_experts.default, (x, ids, weights, *packed, table, 4.0, 25.0))
+    for op in (torch.ops.kimi_k3.mxfp4_experts.default, torch.ops.kimi_k3.mxfp4_experts_int8.default):
+        torch.library.opcheck(op, (x, ids, weights, *packed, table, 4.0, 25.0))
+    with pytest.raises(NotImplementedError, match="mxfp4_experts_int8 has no gradient"):
+        mxfp4_experts_int8(x.requires_grad_(), ids, weights, *packed, table, 4.0, 25.0)
 
 
 def test_wrong_instruction_sets_are_refused():
@@ -132,6 +201,14 @@ def test_wrong_instruction_sets_are_refused():
         torch.ops.kimi_k3.set_cpu_instructions("sse")
     with pytest.raises(ValueError, match="matvec: want"):
         matvec(torch.randn(2, 3), [torch.randn(4, 5)])
+
+
+def test_wrong_sizes_of_int8_experts_are_refused():
+    x, ids, weights, packed, table = make_experts(3, 64, 96)
+    with pytest.raises(ValueError, match="mxfp4_experts_int8: want w1"):
+        mxfp4_experts_int8(x[:, :32], ids, weights, *packed, table, 4.0, 25.0)
+    with pytest.raises(RuntimeError, match="mxfp4_experts_int8: want w2"):
+        torch.ops.kimi_k3.mxfp4_experts_int8(x, ids, weights, *packed[:4], *packed[:2], table, 4.0, 25.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -342,6 +342,8 @@ def test_an_index_cannot_point_outside_its_folder(tmp_path):
         ({"dtype": torch.float16}, "dtype"), ({"dtype": "bf16"}, "dtype"), ({"experts": "int4"}, "experts"),
         ({"trunk": "int4"}, "trunk"), ({"verify": "md5"}, "verify"), ({"layers": range(0, 10)}, "layers"),
         ({"layers": range(0, 4, 2)}, "layers"), ({"device": "cpu", "device_map": "auto"}, "device"),
+        ({"expert_activations": "int4"}, "expert_activations"),
+        ({"expert_activations": "int8", "experts": "dequantized"}, "expert_activations.*dequantized"),
         ({"layers": [0, 1]}, "layers"), ({"device": "gpu"}, "device"), ({"device": "meta"}, "device"),
     ],
 )  # fmt: skip

@@ -37,6 +37,15 @@ std::string cpu_instructions() { return name_of(chosen); }
 
 Isa active_isa() { return chosen; }
 
+bool has_int8_dot() {
+#if KIMI_K3_X86
+  static const bool is_there = __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi");
+  return is_there;
+#else
+  return false;
+#endif
+}
+
 }  // namespace kimi_k3
 
 STABLE_TORCH_LIBRARY_FRAGMENT(kimi_k3, m) {

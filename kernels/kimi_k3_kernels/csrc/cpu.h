@@ -20,6 +20,7 @@
 #include <immintrin.h>
 // No -march=native: each function names what it needs, so one binary runs everywhere.
 #define KIMI_K3_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma,avx2")))
+#define KIMI_K3_AVX512_INT8 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,avx512vbmi,fma,avx2")))
 #define KIMI_K3_AVX2 __attribute__((target("avx2,fma")))
 #else
 #define KIMI_K3_X86 0
@@ -35,6 +36,9 @@ enum class Isa : int { generic = 0, avx2 = 1, avx512 = 2 };
 
 // The best that this machine has, unless `set_cpu_instructions` chose a lower one (for tests).
 Isa active_isa();
+
+// Whether this machine also has what KIMI_K3_AVX512_INT8 names beyond KIMI_K3_AVX512: one kernel asks for it.
+bool has_int8_dot();
 
 inline float to_float(bfloat16 x) {
   uint32_t bits = static_cast<uint32_t>(x) << 16;

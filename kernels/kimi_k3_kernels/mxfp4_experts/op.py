@@ -16,6 +16,7 @@ from kimi_k3_kernels.mxfp4_experts.reference import (
     dense_experts_reference,
     mxfp4_dequantize_reference,
     mxfp4_experts_backward_reference,
+    mxfp4_experts_int8_reference,
     mxfp4_experts_reference,
     mxfp4_linear_reference,
     mxfp4_quantize_reference,
@@ -45,6 +46,9 @@ mxfp4_linear_op = define_op(
 )
 mxfp4_experts_op = define_op(
     f"mxfp4_experts({_ROUTED}, {_PACKED}) -> Tensor", mxfp4_experts_reference, lambda x, *_: _like(x)
+)
+mxfp4_experts_int8_op = define_op(
+    f"mxfp4_experts_int8({_ROUTED}, {_PACKED}) -> Tensor", mxfp4_experts_int8_reference, lambda x, *_: _like(x)
 )
 mxfp4_experts_backward_op = define_op(
     f"mxfp4_experts_backward(Tensor grad, {_ROUTED}, {_PACKED}) -> (Tensor, Tensor)",
@@ -80,6 +84,12 @@ def _packed_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
     return mxfp4_experts_backward_op(grad.contiguous(), *ctx.saved_tensors, ctx.beta, ctx.linear_beta)
 
 
+def _int8_refuse(ctx: Any, inputs: tuple[Any, ...]) -> None:
+    raise NotImplementedError(
+        "mxfp4_experts_int8 has no gradient: it is for inference, under torch.no_grad(); want mxfp4_experts"
+    )
+
+
 def _dense_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
     return dense_experts_backward_op(grad.contiguous(), *ctx.saved_tensors, ctx.beta, ctx.linear_beta)
 
@@ -101,6 +111,7 @@ def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor]:
 
 
 define_gradient(mxfp4_experts_op, (0, 2), _save, _packed_backward)
+define_gradient(mxfp4_experts_int8_op, (0, 2), _int8_refuse, _packed_backward)
 define_gradient(dense_experts_op, (0, 2, 3, 4, 5), _save, _dense_backward)
 define_gradient(mxfp4_combine_op, (0, 1), _combine_save, _combine_backward)
 define_gradient(mxfp4_linear_op, (0,), _linear_save, _linear_backward)
@@ -120,6 +131,21 @@ def _check_routed(op: str, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, sl
         and not topk_ids.is_floating_point() and slot_table.ndim == 1 and not slot_table.is_floating_point(),
         op, "x [T, L], topk_ids and topk_weights [T, A], slot_table [E] integers",
         x=x, topk_ids=topk_ids, topk_weights=topk_weights, slot_table=slot_table,
+    )  # fmt: skip
+
+
+def _check_experts(
+    op: str, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, w1_packed: Tensor, w1_scale: Tensor, w3_packed: Tensor,
+    w3_scale: Tensor, w2_packed: Tensor, w2_scale: Tensor, slot_table: Tensor,
+) -> None:  # fmt: skip
+    _check_routed(op, x, topk_ids, topk_weights, slot_table)
+    for packed, scale in ((w1_packed, w1_scale), (w3_packed, w3_scale), (w2_packed, w2_scale)):
+        _check_packed(op, packed, scale)
+    width = w1_packed.shape[1]
+    require(
+        w1_packed.ndim == 3 and w1_packed.shape == w3_packed.shape and w1_packed.shape[2] * 2 == x.shape[1]
+        and w2_packed.shape == (w1_packed.shape[0], x.shape[1], width // 2),
+        op, "w1 and w3 [S, F, L / 2], w2 [S, L, F / 2]", x=x, w1=w1_packed, w3=w3_packed, w2=w2_packed,
     )  # fmt: skip
 
 
@@ -176,17 +202,33 @@ def mxfp4_experts(
         A row's bits do not depend on the other rows. Gradients flow to x and topk_weights.
     Raises: ValueError if shapes or dtypes disagree.
     """
-    _check_routed("mxfp4_experts", x, topk_ids, topk_weights, slot_table)
-    for packed, scale in ((w1_packed, w1_scale), (w3_packed, w3_scale), (w2_packed, w2_scale)):
-        _check_packed("mxfp4_experts", packed, scale)
-    width = w1_packed.shape[1]
-    require(
-        w1_packed.ndim == 3 and w1_packed.shape == w3_packed.shape and w1_packed.shape[2] * 2 == x.shape[1]
-        and w2_packed.shape == (w1_packed.shape[0], x.shape[1], width // 2),
-        "mxfp4_experts", "w1 and w3 [S, F, L / 2], w2 [S, L, F / 2]", x=x, w1=w1_packed, w3=w3_packed, w2=w2_packed,
+    _check_experts(
+        "mxfp4_experts", x, topk_ids, topk_weights, w1_packed, w1_scale, w3_packed, w3_scale, w2_packed, w2_scale,
+        slot_table,
     )  # fmt: skip
     return call(
         mxfp4_experts_op,
+        x, topk_ids, topk_weights, w1_packed, w1_scale, w3_packed, w3_scale, w2_packed, w2_scale, slot_table, beta,
+        linear_beta,
+    )  # fmt: skip
+
+
+def mxfp4_experts_int8(
+    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, w1_packed: Tensor, w1_scale: Tensor, w3_packed: Tensor,
+    w3_scale: Tensor, w2_packed: Tensor, w2_scale: Tensor, slot_table: Tensor, beta: float, linear_beta: float | None,
+) -> Tensor:  # fmt: skip
+    """`mxfp4_experts` with activations in int8 (W4A8): lossy, the weights are those that are stored.
+
+    x and situ(..) are rounded to int8 by groups of 32 with one float32 scale, max |x| / 127, ties to even. Products are
+    exact; their sums, SiTU and the weighted sum run in float32 (float64 for float64). Arguments and errors are those of
+    `mxfp4_experts`. A row's bits do not depend on the other rows. No gradient: training wants the lossless op.
+    """
+    _check_experts(
+        "mxfp4_experts_int8", x, topk_ids, topk_weights, w1_packed, w1_scale, w3_packed, w3_scale, w2_packed, w2_scale,
+        slot_table,
+    )  # fmt: skip
+    return call(
+        mxfp4_experts_int8_op,
         x, topk_ids, topk_weights, w1_packed, w1_scale, w3_packed, w3_scale, w2_packed, w2_scale, slot_table, beta,
         linear_beta,
     )  # fmt: skip

@@ -152,6 +152,29 @@ def mxfp4_experts_reference(
     return _experts_forward(x, topk_ids, topk_weights, slot_table, weights_of, beta, linear_beta)
 
 
+def _round_to_int8(x: Tensor) -> Tensor:
+    """[.., K] -> the same in float64 (of float64) or float32, each group of 32 as int8 times one float32 scale."""
+    groups = x.to(torch.float32).unflatten(-1, (-1, GROUP))
+    scale = groups.abs().amax(-1, keepdim=True) / 127
+    is_number = scale.isfinite() & (scale > 0)
+    codes = torch.where(is_number, (groups / scale).round().clamp(-127, 127), 0.0)  # round: ties to even
+    return (codes.to(compute_dtype(x)) * scale.to(compute_dtype(x))).flatten(-2)
+
+
+def mxfp4_experts_int8_reference(
+    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, w1_packed: Tensor, w1_scale: Tensor, w3_packed: Tensor,
+    w3_scale: Tensor, w2_packed: Tensor, w2_scale: Tensor, slot_table: Tensor, beta: float, linear_beta: float | None,
+) -> Tensor:  # fmt: skip
+    weights_of = _WeightsOf((w1_packed, w1_scale), (w3_packed, w3_scale), (w2_packed, w2_scale))
+    outputs, rounded = x.new_empty((topk_ids.numel(), x.shape[1])), _round_to_int8(x)
+    for slot, places in _by_slot(topk_ids, slot_table):
+        w1, w3, w2 = weights_of(slot, rounded.dtype)
+        rows = rounded[places // topk_ids.shape[1]]
+        hidden = situ(_linear(rows, w1), _linear(rows, w3), beta, linear_beta)
+        outputs[places] = _linear(_round_to_int8(hidden), w2).to(x.dtype)
+    return combine_reference(outputs.view(*topk_ids.shape, x.shape[1]), topk_weights)
+
+
 def dense_experts_reference(
     x: Tensor, topk_ids: Tensor, topk_weights: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, slot_table: Tensor,
     beta: float, linear_beta: float | None,

@@ -1,7 +1,7 @@
 // Products of activation rows with MXFP4 weight rows, straight from the packed bytes.
 //
-// A block is at most 16 weight rows. Each policy has a layout for a prepared activation row, and `rows` for
-//   out[m * 16 + n] = sum_k x_m[k] w_n[k]
+// A block is at most kRows weight rows, 16 or 32. Each policy has a layout for a prepared activation row, and `rows` for
+//   out[m * kRows + n] = sum_k x_m[k] w_n[k]
 // The order of an output's sum depends on K alone: not on how many rows there are, nor on which path they take.
 #pragma once
 
@@ -12,7 +12,7 @@
 namespace kimi_k3 {
 
 constexpr int64_t kGroup = 32;     // weights under one scale
-constexpr int64_t kBlockRows = 16; // weight rows of one call
+constexpr int64_t kBlockRows = 16; // weight rows of one call, of most policies
 
 // One matrix [out, in] of packed codes and scales, both row-major.
 struct PackedMatrix {
@@ -59,6 +59,7 @@ template <class T>
 struct PlainRows {
   using Element = float;
   using Activation = T;
+  static constexpr int64_t kRows = kBlockRows;
   static int64_t padded(int64_t k) { return k; }
   static int64_t place(int64_t k) { return k; }
   static void put(float* row, int64_t k, float value) {
@@ -66,10 +67,10 @@ struct PlainRows {
     store(&rounded, value);  // a hidden activation has the dtype of x
     row[k] = load(&rounded);
   }
-  static void put16(Element* row, int64_t k, const float* values, int64_t count) {
+  static void put_block(Element* row, int64_t k, const float* values, int64_t count) {
     for (int64_t i = 0; i < count; ++i) put(row, k + i, values[i]);
   }
-  static void store16(Activation* out, const float* values, int64_t count) {
+  static void store_block(Activation* out, const float* values, int64_t count) {
     for (int64_t i = 0; i < count; ++i) store(out + i, values[i]);
   }
   static void add_weighted(float* sum, float weight, const Activation* row, int64_t count) {
@@ -111,6 +112,7 @@ struct PlainRows {
 struct Bf16Rows {
   using Element = bfloat16;
   using Activation = bfloat16;
+  static constexpr int64_t kRows = kBlockRows;
   static constexpr int64_t kBlock = 128;
   static int64_t padded(int64_t k) { return (k + kBlock - 1) / kBlock * kBlock; }
   static int64_t place(int64_t k) {
@@ -119,7 +121,7 @@ struct Bf16Rows {
   }
   static void put(bfloat16* row, int64_t k, float value) { row[place(k)] = to_bfloat16(value); }
   // 16 values from a multiple of 16: two lanes of each lookup, so four runs of four words.
-  KIMI_K3_AVX512 static void put16(bfloat16* row, int64_t k, const float* values, int64_t count) {
+  KIMI_K3_AVX512 static void put_block(bfloat16* row, int64_t k, const float* values, int64_t count) {
     if (count < 16) {
       for (int64_t i = 0; i < count; ++i) put(row, k + i, values[i]);
       return;
@@ -132,7 +134,7 @@ struct Bf16Rows {
     _mm_storel_epi64(reinterpret_cast<__m128i*>(target + 64), _mm256_extracti128_si256(words, 1));
     _mm_storeh_pd(reinterpret_cast<double*>(target + 96), _mm_castsi128_pd(_mm256_extracti128_si256(words, 1)));
   }
-  KIMI_K3_AVX512 static void store16(bfloat16* out, const float* values, int64_t count) {
+  KIMI_K3_AVX512 static void store_block(bfloat16* out, const float* values, int64_t count) {
     __mmask16 mask = static_cast<__mmask16>((1u << count) - 1);
     _mm256_mask_storeu_epi16(out, mask, (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(mask, values)));
   }
@@ -388,13 +390,14 @@ struct Bf16Rows {
 struct Float32Rows {
   using Element = float;
   using Activation = float;
+  static constexpr int64_t kRows = kBlockRows;
   static int64_t padded(int64_t k) { return k; }
   static int64_t place(int64_t k) { return k - k % kGroup + k % 2 * 16 + k % kGroup / 2; }
   static void put(float* row, int64_t k, float value) { row[place(k)] = value; }
-  static void put16(float* row, int64_t k, const float* values, int64_t count) {
+  static void put_block(float* row, int64_t k, const float* values, int64_t count) {
     for (int64_t i = 0; i < count; ++i) put(row, k + i, values[i]);
   }
-  static void store16(float* out, const float* values, int64_t count) {
+  static void store_block(float* out, const float* values, int64_t count) {
     for (int64_t i = 0; i < count; ++i) store(out + i, values[i]);
   }
   static void add_weighted(float* sum, float weight, const float* row, int64_t count) {

@@ -55,6 +55,7 @@ template <class T>
 struct Avx2Rows {
   using Element = float;
   using Activation = T;
+  static constexpr int64_t kRows = kBlockRows;
   static constexpr int64_t kBlock = 64;
   static constexpr int64_t kDirectRows = 3;  // up to so many rows the weights are decoded in registers for each call
   static int64_t padded(int64_t k) { return (k + kBlock - 1) / kBlock * kBlock; }
@@ -69,20 +70,20 @@ struct Avx2Rows {
     row[place(k)] = load(&rounded);
   }
   // 16 values from a multiple of 16 are 4 lanes of the 4 vectors of one half.
-  KIMI_K3_AVX2 static void put16(float* row, int64_t k, const float* values, int64_t count) {
+  KIMI_K3_AVX2 static void put_block(float* row, int64_t k, const float* values, int64_t count) {
     if (count < 16) {
       for (int64_t i = 0; i < count; ++i) put(row, k + i, values[i]);
       return;
     }
     T rounded[16];
-    store16(rounded, values, 16);
+    store_block(rounded, values, 16);
     float* target = row + place(k);
     for (int64_t d = 0; d < 4; ++d)
       for (int64_t parity = 0; parity < 2; ++parity)
         for (int64_t nibble = 0; nibble < 2; ++nibble)
           target[nibble * 32 + parity * 8 + d] = load(rounded + 4 * d + 2 * parity + nibble);
   }
-  KIMI_K3_AVX2 static void store16(T* out, const float* values, int64_t count) {
+  KIMI_K3_AVX2 static void store_block(T* out, const float* values, int64_t count) {
     for (int64_t i = 0; i < count; i += 8) avx2::store_some(out + i, avx2::load_some(values + i, count - i), count - i);
   }
   KIMI_K3_AVX2 static void add_weighted(float* sum, float weight, const T* row, int64_t count) {

@@ -8,7 +8,7 @@ from conftest import Recorder, assert_equals_solo, solo_logits
 from kimi_k3 import KimiK3Generator, SamplingParams
 from kimi_k3.engine.tiers import HostTier
 from kimi_k3.generation import end_ids
-from kimi_k3.sampling import sample, sorted_probabilities, uniform
+from kimi_k3.sampling import sample, uniform
 
 
 def random_requests(rng: random.Random, count: int, vocabulary: int, longest: int):
@@ -83,15 +83,29 @@ def test_two_hundred_requests_equal_their_solo_runs_bit_for_bit(name, scheduler,
     test_every_request_equals_its_solo_run_bit_for_bit(name, scheduler, request, num_requests=200)
 
 
+def kept_by_sorting(row_V, params):
+    """The tokens that the filters keep, the most likely first, and the mass up to each of them; all mass adds up to 1."""
+    scaled = ((row_V.float() - row_V.max().float()) / params.temperature).double().sort(descending=True, stable=True)
+    weights = scaled.values.exp() / scaled.values.exp().sum()
+    mass = weights.cumsum(0)
+    kept = min(params.top_k or len(mass), len(mass))
+    kept = min(kept, max(1, int((mass - weights < params.top_p * mass[kept - 1]).sum())))
+    kept = min(kept, int((weights >= params.min_p * weights[0]).sum()))
+    return scaled.indices[:kept], mass[:kept]
+
+
 def distance_to(token, row_V, params, position):
     """How little would have to change for a row to give `token`: of the margin, or of the draw to the token's share."""
     margin = float(row_V[sample(row_V, params, params.seed, position)] - row_V[token])
     if params.temperature == 0:
         return margin
-    probabilities_V, tokens_V = sorted_probabilities(row_V, params)
-    ends_V, place = probabilities_V.double().cumsum(0), int((tokens_V == token).nonzero())
-    draw = uniform(params.seed, position) * float(ends_V[-1])
-    return min(abs(margin), max(float(ends_V[place] - probabilities_V[place]) - draw, draw - float(ends_V[place])))
+    tokens, ends = kept_by_sorting(row_V, params)
+    found = (tokens == token).nonzero()
+    if not len(found):  # a filter ends just before it
+        return abs(margin)
+    draw, place = uniform(params.seed, position) * float(ends[-1]), int(found)
+    start = float(ends[place - 1]) if place else 0.0
+    return min(abs(margin), max(start - draw, draw - float(ends[place])))
 
 
 @pytest.mark.slow

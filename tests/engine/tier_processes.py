@@ -85,16 +85,21 @@ def write_for_ever(folder: str, seed: int) -> None:
 def kill(folder: str, rounds: int, seed: int) -> dict[str, int]:
     delays = random.Random(seed)
     found = {"leftovers": 0, "entries": 0, "wrong": 0, "damaged": 0, "temporaries": 0}
-    for round_ in range(rounds):
+    log = Path(folder) / "written"
+    for round_ in range(8 * rounds):
+        if round_ >= rounds and found["leftovers"]:  # more rounds only where no kill fell into a write
+            break
+        before = log.stat().st_size if log.exists() else 0
         writer = forked(lambda: write_for_ever(folder, seed + round_))  # noqa: B023
-        time.sleep(0.05 + 0.1 * delays.random())
+        while not log.exists() or log.stat().st_size == before:  # however busy the machine is
+            time.sleep(0.001)
+        time.sleep(0.1 * delays.random())
         os.kill(writer, signal.SIGKILL)
         os.waitpid(writer, 0)
         found["leftovers"] += sum(path.suffix == ".tmp" for path in stored_files(Path(folder)))
         tier = DiskTier(folder, 1 << 30)  # the next start
         tier.stats()
         found["temporaries"] += sum(path.suffix == ".tmp" for path in stored_files(Path(folder)))
-    log = Path(folder) / "written"
     for number in {int(line) for line in log.read_text().splitlines()}:
         found["entries"] += 1
         found["wrong"] += not same(tier.get(key(number)), entry(number, 1 << 15))

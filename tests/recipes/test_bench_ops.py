@@ -64,6 +64,7 @@ def test_the_whole_layer_of_k3_runs_only_alone(monkeypatch: pytest.MonkeyPatch):
     make = bench_ops.Maker(bench_ops.SHAPES["k3"], "cpu", torch.bfloat16)
     assert list(bench_ops.cases_of(make, {"mxfp4_experts", "mxfp4_experts_backward"})) == [] and made == []
     assert list(bench_ops.cases_of(make, {"mxfp4_experts"})) == [] and made == [False]
+    assert list(bench_ops.cases_of(make, {"mxfp4_experts", "mxfp4_experts_int8"})) == [] and made == [False, False]
 
 
 def test_random_bytes_fill_every_place_within_their_bounds():

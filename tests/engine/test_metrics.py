@@ -162,7 +162,8 @@ def test_requests_are_followed_to_the_workers_of_their_experts(smooth, chosen):
         torch.testing.assert_close(request.experts, want)
         assert request.expert_loads == pytest.approx(placement.worker_loads(want.numpy()).mean(0))
         assert (
-            sum(request.expert_loads) == pytest.approx(topk) and gen._running_candidate(request).experts == request.expert_loads
+            sum(request.expert_loads) == pytest.approx(topk)
+            and gen._running_candidate(request).experts == request.expert_loads
         )
         with pytest.raises(ValueError, match="placement of"):
             gen.limit_experts(ExpertPlacement.contiguous(experts, num_layers=layers + 1, num_workers=2))

@@ -92,3 +92,10 @@ def test_int8_expert_activations_are_close_lossy_and_leave_the_weights(tmp_path,
     model.save_pretrained(tmp_path / "int8")
     for file in (tmp_path / "plain").glob("*.safetensors"):
         assert (tmp_path / "int8" / file.name).read_bytes() == file.read_bytes()
+
+
+def test_int8_expert_activations_want_packed_experts(tmp_path):
+    model = KimiK3ForCausalLM.from_pretrained(GOLDEN / "golden", progress=False)
+    model.save_pretrained(tmp_path, experts="dequantized")
+    with pytest.raises(ValueError, match="want packed experts"):
+        KimiK3ForCausalLM.from_pretrained(tmp_path, expert_activations="int8", progress=False)

@@ -16,6 +16,7 @@ from kimi_k3.engine.device_pools import DevicePools
 from kimi_k3.engine.page_pool import PagePool
 from kimi_k3.engine.prefix_index import Evicted, Node, PrefixIndex, Snapshot, chain
 from kimi_k3.engine.request import Request
+from kimi_k3.engine.tier_format import Payload
 from kimi_k3.engine.tier_transfers import Question, TierStack
 
 MAX_PROBES = 64  # positions of a prompt that are looked for in the tiers
@@ -38,31 +39,46 @@ class TierStore:
         self.slices = pools.head_slices()
         self.counts: Counter[str] = Counter()
         self._tier_index = 0
+        self._wait_until = 0.0  # for room in the queue
 
     # Out: from the index to the tiers.
 
     def save(self, evicted: Evicted) -> None:
-        """Store a snapshot and the blocks before it, where they are not stored yet. Copies first: the memory goes away."""
+        """Store a snapshot and the blocks before it, where they are not stored yet. Copies first: the memory goes away.
+
+        Where the queue refuses an entry the rest of the path is not stored: without it nothing could be restored.
+        """
         snapshot = evicted.snapshot
         for node in evicted.path:
             if node.end <= snapshot.position:
-                if not node.is_stored:
-                    self._store_block(node, node.key, len(node.tokens))
-                    node.is_stored = True
+                if not node.is_stored and not self._store_block(node, node.key, len(node.tokens)):
+                    return
+                node.is_stored = True
             elif not snapshot.is_stored:  # its last block is stored up to its position
-                self._store_block(node, _key_in(node, snapshot.position), snapshot.position - node.start)
+                if not self._store_block(node, _key_in(node, snapshot.position), snapshot.position - node.start):
+                    return
         if not snapshot.is_stored:
             key = _key_in(evicted.node, snapshot.position)
             if snapshot.blocks:
                 self.pools.stage_blocks([self.pool.places[block] for block in snapshot.blocks])
             for heads in self.slices:
-                self.stack.store(_slice_name(key, heads), self.pools.read_slot(snapshot.slot, heads), self._tier_index)
+                if not self._store(_slice_name(key, heads), self.pools.read_slot(snapshot.slot, heads)):
+                    return
             snapshot.is_stored = True
             self.counts["stored_snapshots"] += 1
 
-    def _store_block(self, node: Node, key: bytes, rows: int) -> None:
-        self.stack.store(_block_name(key), self.pools.read_block(self.pool.places[node.block], rows), self._tier_index)
-        self.counts["stored_blocks"] += 1
+    def _store_block(self, node: Node, key: bytes, rows: int) -> bool:
+        is_stored = self._store(_block_name(key), self.pools.read_block(self.pool.places[node.block], rows))
+        self.counts["stored_blocks"] += is_stored
+        return is_stored
+
+    def _store(self, name: str, payload: Payload) -> bool:
+        """Queue an entry; False where the queue is full. At the end, off any step, room in it is waited for."""
+        while not self.stack.store(name, payload, self._tier_index):
+            if not self.stack.flush(max(self._wait_until - time.monotonic(), 0.0)):
+                self.counts["refused"] += 1
+                return False
+        return True
 
     # In: from the tiers to the index.
 
@@ -217,12 +233,10 @@ class TierStore:
         deadline = time.monotonic() + timeout
         shared = next((i for i, tier in enumerate(self.stack.tiers) if tier.is_shared), None)
         if shared is not None:
-            self._tier_index = shared
+            self._tier_index, self._wait_until = shared, deadline
             for entry in entries:
                 self.save(entry)
-                if not self.stack.flush(
-                    max(deadline - time.monotonic(), 0.0)
-                ):  # as it comes, whatever the queue's bound
+                if time.monotonic() >= deadline:
                     break
         self.stack.close(max(deadline - time.monotonic(), 0.0))
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -350,3 +351,36 @@ def test_a_kill_in_the_middle_of_writes_leaves_right_tokens(demo, tmp_path):
 @pytest.mark.slow
 def test_fifty_kills_in_the_middle_of_writes_leave_right_tokens(demo, tmp_path):
     kill_in_the_middle_of_writes(demo, tmp_path, 50)
+
+
+@pytest.mark.parametrize("at_the_end", [False, True])
+def test_what_the_queue_refuses_is_not_taken_to_be_stored(demo, tmp_path, at_the_end):
+    """A path larger than the queue: stored again once there is room; at the end of the generator all of it is."""
+    prompt = prompt_of(300, 8)
+    with KimiK3Generator(demo, tiers=(DiskTier(tmp_path, 1 << 28),), **SMALL | {"num_blocks": 60}) as gen:
+        stack = gen.tiers.stack
+        put, (tier,) = threading.Event(), stack.tiers
+        write = tier._put
+        tier._put = lambda *args: put.wait() and write(*args)
+        stack._max_pending_bytes = gen.pools.layout.block_bytes * 2
+        ask(gen, demo, prompt)
+        if not at_the_end:
+            (last,) = [e for e in gen.index.entries() if e.snapshot.position == 300]
+            gen.tiers.save(last)
+            transfers = stack.stats()["transfers"]
+            assert gen.tiers.counts["refused"] == transfers["refused"] == 1
+            assert sum(node.is_stored for node in last.path) == gen.tiers.counts["stored_blocks"] < 4
+            assert not last.snapshot.is_stored and gen.tiers.counts["stored_snapshots"] == 0
+            put.set()
+            for _ in range(20):
+                stack.flush()
+                gen.tiers.save(last)
+            stack._max_pending_bytes = 1 << 30
+            gen.tiers.save(last)
+            stack.flush()
+            gen.index.on_evict = None
+            gen.index.clear()
+            assert last.snapshot.is_stored and ask(gen, demo, [*prompt, 9]) <= 1
+        put.set()
+    with KimiK3Generator(demo, tiers=(DiskTier(tmp_path, 1 << 28),), **SMALL) as gen:
+        assert ask(gen, demo, [*prompt, 9]) <= 1

@@ -206,18 +206,9 @@ class TierStore:
             else:
                 held.append(added)
         if slot is not None:
-            names = iter(request.fetch_keys)
-            try:
-                for block in held[first:]:
-                    self.pools.write_block(self.pool.places[block], request.fetched[next(names)])
-                for heads in self.slices:
-                    self.pools.write_slot(slot, heads, request.fetched[next(names)])
-            except (
-                KeyError,
-                ValueError,
-                RuntimeError,
-            ) as error:  # of another shape, whatever its name; a copy that failed
-                self.counts["miss_io" if isinstance(error, RuntimeError) else "miss_foreign"] += 1
+            reason = self._write(request, held[first:], slot)
+            if self.agreement.most([int(bool(reason))])[0]:  # on one rank: then no rank has it
+                self.counts[f"miss_{reason or 'elsewhere'}"] += 1
                 self.pool.free_slot(slot)
                 self._give_up(request)
             else:
@@ -227,6 +218,20 @@ class TierStore:
                 self.cancel(request)
         for block in held:
             self.pool.free_block(block)
+
+    def _write(self, request: Request, blocks: list[int], slot: int) -> str:
+        """Copy what was fetched into memory; returns why that cannot be used, "" where it can."""
+        names = iter(request.fetch_keys)
+        try:
+            for block in blocks:
+                self.pools.write_block(self.pool.places[block], request.fetched[next(names)])
+            for heads in self.slices:
+                self.pools.write_slot(slot, heads, request.fetched[next(names)])
+        except (KeyError, ValueError):  # of another shape, whatever its name
+            return "foreign"
+        except RuntimeError:  # a copy that failed
+            return "io"
+        return ""
 
     def close(self, entries: Iterable[Evicted], timeout: float = CLOSE_SECONDS) -> None:
         """Store what is left where a tier outlives this process, for at most `timeout` seconds, and end the threads."""

@@ -255,6 +255,8 @@ class KimiK3Generator:
                 self.tiers.prefetch(self._requests[rid])
         prepared = [self._prepare(self._requests[rid], count) for rid, count in plan.run]
         pieces = [piece for piece in prepared if piece is not None]
+        if self.tiers is not None and self.others is None and not pieces:
+            self.tiers.pause(self._requests.values())
         repeats = [p for p in pieces if p.tokens == 0]
         pieces = self.memory.with_exports([p for p in pieces if p.tokens])
         outputs = self._forward(pieces)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kimi_k3.engine.agreement import Agreement
@@ -21,6 +21,10 @@ from kimi_k3.engine.tier_transfers import Question, TierStack
 
 MAX_PROBES = 64  # positions of a prompt that are looked for in the tiers
 CLOSE_SECONDS = 60.0
+# A read that takes longer, all reads before it included, is given up: the tokens are computed.
+FETCH_SECONDS = 10.0
+FETCH_SECONDS_PER_BYTE = 1e-8
+PAUSE_SECONDS = 0.005  # of a step that has nothing to run but waits for a read
 
 
 class TierStore:
@@ -40,6 +44,7 @@ class TierStore:
         self.counts: Counter[str] = Counter()
         self._tier_index = 0
         self._wait_until = 0.0  # for room in the queue
+        self._reading_bytes = 0  # of the reads under way
 
     # Out: from the index to the tiers.
 
@@ -146,7 +151,11 @@ class TierStore:
         if request.fetch_state == "absent":
             keys, first = request.fetch_keys, request.fetch_first
             heat = dict(zip(keys, request.heat[first:] + [0.0] * len(keys)))
-            request.fetch = self.stack.fetch(sorted(keys, key=lambda key: -heat[key]))  # hot blocks first, states last
+            self._reading_bytes += request.fetch_bytes
+            request.fetch = self.stack.fetch(
+                sorted(keys, key=lambda key: -heat[key]),  # hot blocks first, states last
+                timeout_s=FETCH_SECONDS + FETCH_SECONDS_PER_BYTE * self._reading_bytes,
+            )
             request.fetch_state = "pending"
             self.counts["fetches"] += 1
 
@@ -165,9 +174,18 @@ class TierStore:
         for request in ready:
             request.fetch_state, request.fetched = "ready", request.fetch.results()
             self.counts.update(f"miss_{reason}" for reason in request.fetch.failures.values())
-        failed = self.agreement.most([int(bool(r.fetch.failures)) for r in ready])
-        for request in [request for request, has_failed in zip(ready, failed) if has_failed]:
-            self._give_up(request)
+        failed = self.agreement.most([_severity(r.fetch.failures) for r in ready])
+        for request, severity in zip(ready, failed):
+            if severity == 2:  # no second wait for a tier that hangs
+                request.missed_positions.update(self._positions(request))
+            if severity:
+                self._give_up(request)
+        self._reading_bytes = sum(r.fetch_bytes for r in pending if r.fetch_state == "pending")
+
+    def pause(self, requests: Iterable[Request]) -> None:
+        """For a step with nothing to run: where a read is under way, wait a little for news of it."""
+        if any(r.fetch_state == "pending" for r in requests):
+            self.stack.wait_for_news(PAUSE_SECONDS)
 
     def _give_up(self, request: Request) -> None:
         """That position is not to be had: a shallower one may be."""
@@ -247,6 +265,11 @@ class TierStore:
 
     def stats(self) -> dict[str, Any]:
         return {**self.counts, "by_tier": self.stack.stats()}
+
+
+def _severity(failures: Mapping[str, str]) -> int:
+    """0: all was read; 1: something was not; 2: a tier did not answer in time."""
+    return 2 if "timeout" in failures.values() else int(bool(failures))
 
 
 def _key_in(node: Node, position: int) -> bytes:

@@ -322,6 +322,11 @@ class TierStack:
         with self._changed:
             return self._changed.wait_for(lambda: not self._pending_writes, timeout)
 
+    def wait_for_news(self, timeout: float) -> None:
+        """Wait until something is read, written or asked for, at most `timeout` seconds."""
+        with self._changed:
+            self._changed.wait(timeout)
+
     def stats(self) -> dict[str, dict[str, int]]:
         """Counts by tier name, and under "transfers" those of the stack itself; `*_us` are microseconds."""
         with self._changed:

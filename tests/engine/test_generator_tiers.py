@@ -16,6 +16,7 @@ from conftest import DEMO, Recorder, assert_equals_solo
 from valkey_server import Server
 
 from kimi_k3 import KimiK3ForCausalLM, KimiK3Generator, SamplingParams
+from kimi_k3.engine import tier_store
 from kimi_k3.engine.device_pools import DevicePools, PoolLayout
 from kimi_k3.engine.tier_store import _key_in, _slice_name
 from kimi_k3.engine.tiers import DiskTier, HostTier, RemoteTier
@@ -384,3 +385,27 @@ def test_what_the_queue_refuses_is_not_taken_to_be_stored(demo, tmp_path, at_the
         put.set()
     with KimiK3Generator(demo, tiers=(DiskTier(tmp_path, 1 << 28),), **SMALL) as gen:
         assert ask(gen, demo, [*prompt, 9]) <= 1
+
+
+def test_a_read_that_hangs_is_given_up_and_no_step_spins_meanwhile(demo, monkeypatch):
+    """A disk that never answers: one limit for the request, not one for each state, then it computes."""
+    monkeypatch.setattr(tier_store, "FETCH_SECONDS", 1.0)
+    with KimiK3Generator(demo, tiers=(HostTier(1 << 28),), **SMALL) as gen:
+        prompt = prompt_of(300, 3)
+        ask(gen, demo, prompt)
+        gen.index.clear()
+        gen.tiers.stack.flush()
+        answers, (tier,) = threading.Event(), gen.tiers.stack.tiers
+        read = tier._get
+        tier._get = lambda key: answers.wait() and read(key)
+        rid = gen.add([*prompt, 9], SamplingParams(max_new_tokens=2))
+        start, steps = time.monotonic(), gen.num_steps
+        try:
+            while gen.has_unfinished() and time.monotonic() < start + 20:
+                gen.step()
+            waited = time.monotonic() - start
+        finally:
+            answers.set()
+        assert 1.0 <= waited < 10.0 and gen.num_steps - steps < 300
+        assert gen.result(rid).reused_tokens == 0 and gen.tiers.counts["fetches"] == 1
+        assert gen.tiers.counts["miss_timeout"] > 0

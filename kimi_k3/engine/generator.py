@@ -408,6 +408,7 @@ class KimiK3Generator:
                     token = sample(logits_V, params, request.seed, len(request.generated))
             except FloatingPointError as error:
                 self._fail(request, str(error))
+                self.memory.distrust(request)
                 continue
             except Exception as error:  # a caller's hook must not end the others
                 self._fail(request, f"logits_processor: {type(error).__name__}: {error}")

@@ -249,7 +249,7 @@ class TierStore:
             return "foreign"
         except RuntimeError:  # a copy that failed
             return "io"
-        return ""
+        return "" if self.pools.is_finite(slot) else "damaged"
 
     def close(self, entries: Iterable[Evicted], timeout: float = CLOSE_SECONDS) -> None:
         """Store what is left where a tier outlives this process, for at most `timeout` seconds, and end the threads."""

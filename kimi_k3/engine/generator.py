@@ -52,7 +52,7 @@ class KimiK3Generator:
         memory: bytes for latent blocks and KDA states together; "auto": a share of what is free.
         num_blocks: instead of `memory`: room for so many latent blocks and `max_num_seqs` states.
         block_size: tokens of a latent block.
-        prefix_cache: reuse the prefixes of earlier requests.
+        prefix_cache: reuse the prefixes of earlier requests; `clear_prefix_cache` after the weights have changed.
         scheduler: "dependency_aware" or "fcfs".
         tiers: HostTier, DiskTier, RemoteTier: where evicted and parked states go, nearest first.
         batch_invariant: bitwise equal results in any batch, at some cost; sets the model's mode until `close`.
@@ -588,6 +588,20 @@ class KimiK3Generator:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def clear_prefix_cache(self) -> None:
+        """Forget all prefixes, after the model's weights have changed (`load_state_dict`, an adapter): until then hits go on
+        from what the old ones computed. What lies in tiers is told apart by the weights, which are read anew: it serves
+        the old ones only. Every rank calls it.
+
+        Raises: ValueError while requests are unfinished.
+        """
+        with self._lock:
+            self._refuse_if_closed()
+            if self._requests:
+                raise ValueError(f"clear_prefix_cache: want no unfinished requests, got {len(self._requests)}")
+            self.memory.clear_prefix_cache()
+            self._root = self._root_key(self.model.model.is_batch_invariant)
 
     # What it says of itself.
 

@@ -34,6 +34,12 @@ class Residency:
         num_blocks: int | None, max_num_seqs: int, block_size: int, prefix_cache: bool, tiers: Sequence[Any],
         counts: Counter[str], has_bf16_snapshots: bool = False,
     ) -> None:  # fmt: skip
+        shared = [tier.name for tier in tiers if tier.is_shared]
+        if shared and any(parameter.is_meta for parameter in model.parameters()):
+            raise ValueError(
+                f"KimiK3Generator: an offloaded model wants tiers that end with the process (HostTier), got {shared}: "
+                "entries there are told apart by values of all weights"
+            )
         self.max_num_seqs, self.block_size, self.prefix_cache = max_num_seqs, block_size, prefix_cache
         self.counts, self._requests, self.agreement = counts, requests, agreement
         layout = PoolLayout(model, block_size, has_bf16_snapshots=has_bf16_snapshots)
@@ -379,6 +385,11 @@ class Residency:
             self.pools.clear_slot(snapshot.slot)
         for place in self._places(snapshot):
             self.pools.clear_block(place)
+
+    def clear_prefix_cache(self) -> None:
+        """Drop all that is kept for reuse; tiers are told nothing."""
+        for entry in list(self.index.entries()):
+            self.index.discard(entry.snapshot)
 
     def close(self) -> None:
         """Hand what is kept to the tiers that outlive the process, and free it."""

@@ -17,6 +17,7 @@ from valkey_server import Server
 
 from kimi_k3 import KimiK3ForCausalLM, KimiK3Generator, SamplingParams
 from kimi_k3.engine import tier_store
+from kimi_k3.engine.agreement import Agreement
 from kimi_k3.engine.device_pools import DevicePools, PoolLayout
 from kimi_k3.engine.tier_store import _key_in, _slice_name
 from kimi_k3.engine.tiers import DiskTier, HostTier, RemoteTier
@@ -143,6 +144,50 @@ def test_a_folder_that_describes_something_else_is_a_miss(demo, smooth, tmp_path
     finally:
         with torch.no_grad():
             weight.copy_(before)
+
+
+def test_one_expert_of_another_revision_is_another_model(demo):
+    model = torch.nn.Module()
+    model.experts = torch.nn.Module()
+    model.experts.w1 = torch.nn.Parameter(torch.randn(896, 5, 7))
+    digest = Agreement(demo).weights_digest
+    before = digest(model)
+    for expert in (0, 7, 415, 895):
+        with torch.no_grad():
+            kept = model.experts.w1[expert].clone()
+            model.experts.w1[expert] *= 1.01
+            assert digest(model) != before
+            model.experts.w1[expert] = kept
+    assert digest(model) == before
+
+
+def test_an_offloaded_model_is_refused_tiers_that_outlive_it(tmp_path):
+    model = KimiK3ForCausalLM.from_pretrained(DEMO, dtype=torch.float32, progress=False, device_map={"": "disk"})
+    with pytest.raises(ValueError, match=r"offloaded model wants tiers that end with the process.*'disk'"):
+        KimiK3Generator(model, tiers=(HostTier(1 << 26), DiskTier(tmp_path, 1 << 28)), **SMALL)
+
+
+def test_after_the_weights_changed_the_cleared_cache_serves_nothing_old(smooth, tmp_path):
+    model, prompt = copy.deepcopy(smooth), prompt_of(200, 1)
+    old = copy.deepcopy(model.state_dict())
+    new = {name: tensor * 1.01 if name.endswith("input_layernorm.weight") else tensor for name, tensor in old.items()}
+    prompt = [token % model.config.text_config.vocab_size for token in prompt]
+    with KimiK3Generator(model, tiers=(DiskTier(tmp_path, 1 << 28),), **SMALL) as gen:
+        ask(gen, model, prompt)
+        gen.index.clear()  # all of it to the disk
+        gen.tiers.stack.flush()
+        ask(gen, model, [*prompt, 9])
+        rid = gen.add(prompt)
+        with pytest.raises(ValueError, match="want no unfinished requests, got 1"):
+            gen.clear_prefix_cache()
+        gen.abort(rid)
+        model.load_state_dict(new)
+        gen.clear_prefix_cache()
+        assert gen.pool.num_slots == gen.pool.num_blocks == 0
+        assert ask(gen, model, prompt) == 200
+        model.load_state_dict(old)
+        gen.clear_prefix_cache()
+        assert ask(gen, model, [*prompt, 9]) <= 1  # from the disk
 
 
 @pytest.mark.parametrize("error", [ValueError, RuntimeError])

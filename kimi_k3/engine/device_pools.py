@@ -156,7 +156,7 @@ class DevicePools:
             self.pools[i][0][place, first:].zero_()
 
     def is_finite(self, slot: int, places: Sequence[int] = (), rows: int = 0) -> Tensor:
-        """Whether all values of a state (in a slot, or STAGED) and of the latents of blocks are, the last one's first `rows`."""
+        """Whether a state (in a slot, or STAGED) and the latents in `places`, of the last one `rows`, are finite throughout."""
         views, at = (self._staged, 0) if slot == STAGED else (self.pools, slot)
         flags = [part[at].isfinite().all() for i in {i for i, _, _ in self.layout.slot_parts} for part in views[i]]
         for i, _, _ in self.layout.block_parts if places else ():

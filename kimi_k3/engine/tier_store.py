@@ -55,13 +55,12 @@ class TierStore:
         """
         snapshot = evicted.snapshot
         for node in evicted.path:
-            if node.end <= snapshot.position:
-                if not node.is_stored and not self._store_block(node, node.key, len(node.tokens)):
-                    return
-                node.is_stored = True
-            elif not snapshot.is_stored:  # its last block is stored up to its position
-                if not self._store_block(node, _key_in(node, snapshot.position), snapshot.position - node.start):
-                    return
+            is_whole = node.end <= snapshot.position  # else stored up to the snapshot's position
+            if node.is_stored if is_whole else snapshot.is_stored:
+                continue
+            if not self._store_block(node, snapshot.position):
+                return
+            node.is_stored = node.is_stored or is_whole
         if not snapshot.is_stored:
             key = _key_in(evicted.node, snapshot.position)
             if snapshot.blocks:
@@ -72,8 +71,11 @@ class TierStore:
             snapshot.is_stored = True
             self.counts["stored_snapshots"] += 1
 
-    def _store_block(self, node: Node, key: bytes, rows: int) -> bool:
-        is_stored = self._store(_block_name(key), self.pools.read_block(self.pool.places[node.block], rows))
+    def _store_block(self, node: Node, position: int) -> bool:
+        """Queue a node's block, up to `position` at most."""
+        end = min(node.end, position)
+        payload = self.pools.read_block(self.pool.places[node.block], end - node.start)
+        is_stored = self._store(_block_name(_key_in(node, end)), payload)
         self.counts["stored_blocks"] += is_stored
         return is_stored
 

@@ -81,7 +81,7 @@ def main() -> None:
         gen.count_experts()
         after = step_ms(gen, lambda steps: steps == args.steps)
         now, changes = gen.expert_counts().numpy(), gen.stats()["expert_changes"]
-    moved = torch.tensor(changes["moved"])
+    moved = torch.tensor(changes["moved"], device=device)
     dist.all_reduce(moved)
     log.info("received %d copies; %s", changes["moved"], changes["last_error"] or "complete")
     if dist.get_rank() == 0:

@@ -97,11 +97,12 @@ def tables_from_slots(
     return Tables(ranks, torch.where(slots < 0, -1, slots % capacity), num_active.long())
 
 
-def _dispatch_plan(topk_ids: Tensor, tables: Tables, size: int) -> tuple[Tensor, Tensor, Tensor]:
+def _dispatch_plan(topk_ids: Tensor, tables: Tables, rank: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
     """The flattened choices in the order of their ranks, the slot of each in that order, and how many go to each rank."""
     ids = topk_ids.flatten().long()
-    # Copies of an expert take turns by the token's place: evenly, and known without messages.
-    turn = torch.arange(ids.shape[0], device=ids.device) // max(1, topk_ids.shape[1]) % tables.num_active[ids]
+    # Copies of an expert take turns by the token's place and the rank, which may have a single token: evenly, and known
+    # without messages.
+    turn = (torch.arange(ids.shape[0], device=ids.device) // max(1, topk_ids.shape[1]) + rank) % tables.num_active[ids]
     ranks, slots = tables.copy_ranks[ids, turn], tables.copy_slots[ids, turn]
     order = torch.argsort(ranks, stable=True)
     return order, slots[order], torch.bincount(ranks, minlength=size)
@@ -148,7 +149,7 @@ def _experts_over_ranks(
     ep, tp = exchange = _GROUPS[group]
     first, last, _ = exchange.my_rows(latent.shape[0])
     x, ids, factors = latent[first:last], topk_ids[first:last], topk_weights[first:last]
-    order, slots, counts = _dispatch_plan(ids, Tables(copy_ranks, copy_slots, num_active), ep.size())
+    order, slots, counts = _dispatch_plan(ids, Tables(copy_ranks, copy_slots, num_active), ep.rank(), ep.size())
     sent, received = _exchange_counts(counts, ep)
     rows = _exchange_rows(x[order // ids.shape[1]], sent, received, ep, "dispatch of latents")
     slots = _exchange_rows(slots, sent, received, ep, "dispatch of slots")
@@ -240,7 +241,7 @@ def experts_with_gradient(
     if tp is not None:
         first, last, _ = exchange.my_rows(tokens)
         latent, factors, ids = _MyRows.apply(latent, exchange), _MyRows.apply(factors, exchange), ids[first:last]
-    order, slots, counts = _dispatch_plan(ids, tables, ep.size())
+    order, slots, counts = _dispatch_plan(ids, tables, ep.rank(), ep.size())
     sent, received = _exchange_counts(counts, ep)
     rows = latent[order // ids.shape[1]]
     rows = _ExchangeWithGradient.apply(rows, sent, received, ep, "dispatch of latents")

@@ -2,9 +2,9 @@
 
     torchrun --standalone --nproc-per-node 4 recipes/generate_ep.py --prompts prompts.txt --max-new-tokens 64
 
---prompts is a file with one prompt a line, blank ones skipped (default: a few built in). Ranks are --tp ranks that share tokens, times groups
-with prompts of their own; the routed experts lie on all ranks, so expert parallelism spans tp. Without --model it runs the
-bundled demo model, with 16 experts.
+--prompts is a file with one prompt a line, blank lines skipped (default: a few built in). Ranks are --tp ranks that share
+tokens, times groups with prompts of their own; the routed experts lie on all ranks, so expert parallelism spans tp. Without
+--model it runs the bundled demo model, with 16 experts.
 
     torchrun --standalone --nproc-per-node 4 recipes/generate_ep.py --tp 2                      # tp 2 x 2 groups, ep 4
     torchrun --standalone --nproc-per-node 8 recipes/generate_ep.py --model /models/kimi-k3 --tp 8 --backend nccl

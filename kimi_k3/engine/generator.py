@@ -699,13 +699,23 @@ class KimiK3Generator:
 
     def record_trace(self, path: str | Path | None) -> None:
         """Write the experts of each following forward's tokens to `path`, in the form of `kimi_k3.parallel.traces`; None:
-        no more. Counts experts too.
+        no more. Counts experts too. One rank writes where several run the same requests. With data_parallel each group
+        writes its own, its number before the ending: routing.dp0.jsonl, routing.dp1.jsonl, ...
         """
         with self._lock:
             if self.runner.experts is None and path is not None:
                 self.count_experts()
             if self.runner.experts is not None:
-                self.runner.experts.record(path)
+                self.runner.experts.record(self._own_trace(path))
+
+    def _own_trace(self, path: str | Path | None) -> Path | None:
+        """The file that this rank writes, if any: the first rank of those that run the same requests does."""
+        if path is None:
+            return None
+        if self.others is None:
+            return Path(path) if self.agreement.all is None or self.agreement.all.rank() == 0 else None
+        own = Path(path).with_stem(f"{Path(path).stem}.dp{self.others.group}")
+        return own if self.agreement.tp_rank == 0 else None
 
     # Set-up.
 

@@ -16,6 +16,7 @@ tables, behind one opaque op that looks its group up when it runs: a new placeme
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -50,6 +51,8 @@ class ExpertGroup(NamedTuple):
 # What the op looks up when it runs: graphs know the name alone, so that a re-formed group needs no new graph.
 _GROUPS: dict[str, ExpertGroup] = {}
 GROUP = "experts"
+# By name of the group: rows that this rank's experts computed for all ranks, over all layers, since the start.
+ROWS_RECEIVED: Counter[str] = Counter()
 
 
 def set_group(group: ExpertGroup, name: str = GROUP) -> None:
@@ -151,6 +154,7 @@ def _experts_over_ranks(
     x, ids, factors = latent[first:last], topk_ids[first:last], topk_weights[first:last]
     order, slots, counts = _dispatch_plan(ids, Tables(copy_ranks, copy_slots, num_active), ep.rank(), ep.size())
     sent, received = _exchange_counts(counts, ep)
+    ROWS_RECEIVED[group] += sum(received)
     rows = _exchange_rows(x[order // ids.shape[1]], sent, received, ep, "dispatch of latents")
     slots = _exchange_rows(slots, sent, received, ep, "dispatch of slots")
     rows = _expert_rows(rows, slots, weights, beta, linear_beta)

@@ -213,7 +213,7 @@ class KimiK3Generator:
             started = time.perf_counter()
             has_changed = self.expert_changes.at_step_boundary(self.num_steps)
             if has_changed and self.runner.experts is not None and self.runner.experts.share_MEW is not None:
-                self.runner.experts.follow(self.model.expert_placement)
+                self.runner.experts.follow(self.model.expert_placement)  # type: ignore[arg-type]
             timed = [r for r in self._requests.values() if r.deadline < float("inf")]
             is_late = self.agreement.most([int(r.deadline < time.monotonic()) for r in timed])
             for request in [r for r, late in zip(timed, is_late) if late]:

@@ -112,7 +112,7 @@ class KimiK3Generator:
         self.pools, self.pool, self.index = self.memory.pools, self.memory.pool, self.memory.index
         self.tiers = self.memory.tiers
         self.runner = Runner(model, self.pool, self.pools, heat_every)
-        is_whole = self.agreement.size == 1 and all(p.device == model.device for p in model.parameters())
+        is_whole = self.agreement.all is None and all(p.device == model.device for p in model.parameters())
         if cuda_graphs and model.device.type == "cuda" and is_whole:
             self.runner.graphs = DecodeGraphs(model, self.pools, CudaRecorder())
         self._was_invariant = model.model.is_batch_invariant
@@ -211,7 +211,9 @@ class KimiK3Generator:
         with self._lock:
             self._refuse_if_closed()
             started = time.perf_counter()
-            self.expert_changes.at_step_boundary(self.num_steps)
+            has_changed = self.expert_changes.at_step_boundary(self.num_steps)
+            if has_changed and self.runner.experts is not None and self.runner.experts.share_MEW is not None:
+                self.runner.experts.follow(self.model.expert_placement)  # type: ignore[arg-type]
             timed = [r for r in self._requests.values() if r.deadline < float("inf")]
             is_late = self.agreement.most([int(r.deadline < time.monotonic()) for r in timed])
             for request in [r for r, late in zip(timed, is_late) if late]:
@@ -650,7 +652,8 @@ class KimiK3Generator:
         """Follow which experts each request chooses of late, and admit none that would overload a worker.
 
         Args:
-            placement: which worker holds which experts; None: no more of it.
+            placement: which worker holds which experts, until a change by `replace_experts` ends: then as it left them;
+                None: no more of it.
             budget: choices a layer and a step that the busiest worker may get by prediction; 0: follow only. A step in
                 which those that run exceed it is counted as `overloaded_steps`. (All workers together get a choice for
                 each expert per token of each token.)
@@ -685,9 +688,10 @@ class KimiK3Generator:
 
         Copies travel in the background, and each layer switches at a step boundary, at the same step on every rank. No
         output changes. `stats()["expert_changes"]` and `prometheus` tell when it completed; one that fails or has not
-        completed after `deadline_s` seconds is given up and counted: layers not yet switched stay as they were.
+        completed after `deadline_s` seconds is given up and counted: layers not yet switched stay as they were. So that
+        steps keep links and cores, at most 0.8 GB/s travel to or from a rank: give large moves a longer deadline.
         `model.expert_placement` is the placement in use.
-        Raises: ValueError if it does not fit, differs between ranks, or another change is under way.
+        Raises: ValueError if it does not fit, it or deadline_s differs between ranks, or another change is under way.
         """
         with self._lock:
             self._refuse_if_closed()
@@ -695,13 +699,23 @@ class KimiK3Generator:
 
     def record_trace(self, path: str | Path | None) -> None:
         """Write the experts of each following forward's tokens to `path`, in the form of `kimi_k3.parallel.traces`; None:
-        no more. Counts experts too.
+        no more. Counts experts too. One rank writes where several run the same requests. With data_parallel each group
+        writes its own, its number before the ending: routing.dp0.jsonl, routing.dp1.jsonl, ...
         """
         with self._lock:
             if self.runner.experts is None and path is not None:
                 self.count_experts()
             if self.runner.experts is not None:
-                self.runner.experts.record(path)
+                self.runner.experts.record(self._own_trace(path))
+
+    def _own_trace(self, path: str | Path | None) -> Path | None:
+        """The file that this rank writes, if any: the first rank of those that run the same requests does."""
+        if path is None:
+            return None
+        if self.others is None:
+            return Path(path) if self.agreement.all is None or self.agreement.all.rank() == 0 else None
+        own = Path(path).with_stem(f"{Path(path).stem}.dp{self.others.group}")
+        return own if self.agreement.tp_rank == 0 else None
 
     # Set-up.
 

@@ -7,8 +7,8 @@ import hashlib
 import json
 import threading
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 LOOK_PAST = 64  # requests in line beyond the free seats that a step considers
 LOOK_UP_FIRST = 8  # so many in line are looked up in the cache in every step in which it has changed
+KEPT_LATENCIES = 4096  # of each kind, for `stats`
 MAX_LEADERS = 2  # a request waits for so many others' prefills, then computes its prefix itself
 
 
@@ -111,7 +112,7 @@ class KimiK3Generator:
         )  # fmt: skip
         self.pools, self.pool, self.index = self.memory.pools, self.memory.pool, self.memory.index
         self.tiers = self.memory.tiers
-        self.runner = Runner(model, self.pool, self.pools, heat_every)
+        self.runner = Runner(model, self.pool, self.pools, heat_every, self.counts)
         is_whole = self.agreement.size == 1 and all(p.device == model.device for p in model.parameters())
         if cuda_graphs and model.device.type == "cuda" and is_whole:
             self.runner.graphs = DecodeGraphs(model, self.pools, CudaRecorder())
@@ -129,7 +130,9 @@ class KimiK3Generator:
         self._is_closed = False
         self.num_steps = 0
         self._step_seconds = self._forward_seconds = 0.0
-        self._latencies: dict[str, list[float]] = {"first_token_s": [], "between_tokens_s": []}
+        self._latencies: dict[str, deque[float]] = {
+            name: deque(maxlen=KEPT_LATENCIES) for name in ("first_token_s", "between_tokens_s")
+        }
 
     # Requests in.
 
@@ -401,7 +404,7 @@ class KimiK3Generator:
             is_first_time = not request.has_prefilled
             try:
                 if params.logits_processor is not None:
-                    logits_V = params.logits_processor(list(request.tokens), logits_V)
+                    logits_V = _processed(params.logits_processor, request.tokens, logits_V)
                 if params.has_penalties:
                     logits_V = penalize(logits_V, params, request.prompt, request.generated)
                 if not is_finite[row]:
@@ -410,11 +413,14 @@ class KimiK3Generator:
                     token = greedy[row]
                 else:
                     token = sample(logits_V, params, request.seed, len(request.generated))
+            except _HookError as error:
+                self._fail(request, f"logits_processor: {error}")
+                continue
             except FloatingPointError as error:
                 self._fail(request, str(error))
                 continue
-            except Exception as error:  # a caller's hook must not end the others
-                self._fail(request, f"logits_processor: {type(error).__name__}: {error}")
+            except Exception as error:  # what is wrong with one row must not end the others
+                self._fail(request, f"sampling: {type(error).__name__}: {error}")
                 continue
             request.has_prefilled = True
             if is_first_time or request.saved:
@@ -610,7 +616,7 @@ class KimiK3Generator:
                 "forward_seconds": self._forward_seconds, **self.counts,
             }  # fmt: skip
             for name, values in self._latencies.items():
-                recent = sorted(values[-4096:])
+                recent = sorted(values)
                 if recent:
                     out[name] = {q: recent[min(len(recent) - 1, int(len(recent) * q / 100))] for q in (50, 95, 99)}
             if self.tiers is not None:
@@ -750,6 +756,22 @@ class KimiK3Generator:
 
 def _is_plain_greedy(params: SamplingParams) -> bool:
     return params.temperature == 0 and not params.has_penalties and params.logits_processor is None
+
+
+class _HookError(Exception):
+    """A caller's logits hook raised, or gave something else than logits [V]."""
+
+
+def _processed(hook: Callable[[list[int], Tensor], Tensor], tokens: list[int], logits_V: Tensor) -> Tensor:
+    """What a logits hook makes of a row."""
+    try:
+        out = hook(list(tokens), logits_V)
+    except Exception as error:
+        raise _HookError(f"{type(error).__name__}: {error}") from error
+    if not isinstance(out, Tensor) or out.shape != logits_V.shape or not out.is_floating_point():
+        given = f"{out.dtype} {list(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
+        raise _HookError(f"want floating-point logits {list(logits_V.shape)} from it, got {given}")
+    return out
 
 
 def _logprobs(logits_V: Tensor, token: int, count: int) -> TokenLogprobs:

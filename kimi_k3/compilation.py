@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import torch
 import torch.fx.experimental._config as symbolic_shape_config
 from torch import Tensor
-from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from kimi_k3.cache import PackedBatch
 from kimi_k3_kernels.native import cache_folder
@@ -30,6 +29,8 @@ def keep_graphs() -> Path:
 
     A TORCHINDUCTOR_CACHE_DIR that is set stays; but torch itself sets it to its own default when it is imported.
     """
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
     folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     if folder in (None, default_cache_dir()):
         folder = os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_folder() / "graphs")

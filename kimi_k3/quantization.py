@@ -90,9 +90,12 @@ def quantize_expert_activations_int8_(model: nn.Module) -> None:
     a CPU with AVX-512 VNNI, and nowhere else. On the demo model's held-out plays it costs 0.00001 bits per byte (2.04212
     to 2.04213, perplexity per byte x 1.00001); a larger model may lose more, so compare on your own text.
 
-    Raises: ValueError if no layer has packed experts.
+    Raises: ValueError if no layer has packed experts, or they are on a GPU: there is no kernel for it yet.
     """
     chosen = [m for m in model.modules() if isinstance(m, KimiK3Experts) and m.packed]
+    devices = {parameter.device.type for experts in chosen for parameter in experts.parameters()} - {"cpu", "meta"}
+    if devices:
+        raise ValueError(f"expert_activations='int8': want a model on a CPU, got {', '.join(sorted(devices))}")
     if not chosen:
         raise ValueError("expert_activations='int8': want packed experts (MXFP4), this model has only plain ones")
     for experts in chosen:

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from kimi_k3.engine.agreement import Agreement
 from kimi_k3.engine.metrics import Metric
 from kimi_k3.parallel.placement import ExpertPlacement
-from kimi_k3.parallel.replication import Transfer, check_placement
 
 if TYPE_CHECKING:
     from kimi_k3.modeling_kimi_k3 import KimiK3ForCausalLM
+    from kimi_k3.parallel.replication import Transfer
 
 log = logging.getLogger("kimi_k3.experts")
 
@@ -44,6 +44,8 @@ class ExpertChanges:
         return self._transfer is not None
 
     def start(self, plan: ExpertPlacement, deadline_s: float) -> None:
+        from kimi_k3.parallel.replication import Transfer, check_placement
+
         now: ExpertPlacement | None = getattr(self._model, "expert_placement", None)
         if now is None:
             raise ValueError(

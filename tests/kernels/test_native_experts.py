@@ -225,3 +225,22 @@ def test_combine_has_the_bits_of_the_whole_op(instructions: str, dtype: torch.dt
     single = [run(ids[:, a : a + 1], torch.ones(37, 1), *rest) for a in range(3)]
     combined = torch.ops.kimi_k3.mxfp4_combine(torch.stack(single, 1), weights)
     assert torch.equal(combined, run(ids, weights, *rest))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [1, 5, 33])
+def test_combine_of_any_width(instructions: str, dtype: torch.dtype, width: int):
+    generator = torch.Generator().manual_seed(0)
+    outputs, weights = torch.randn(9, 3, width, generator=generator).to(dtype), torch.rand(9, 3, generator=generator)
+    got = torch.ops.kimi_k3.mxfp4_combine(outputs, weights)
+    want = (outputs.double() * weights.double()[..., None]).sum(1)
+    torch.testing.assert_close(got.double(), want, atol=2**-7 if dtype == torch.bfloat16 else 1e-6, rtol=2**-7)
+
+
+def test_more_rows_than_are_held_at_once(instructions: str):
+    """One expert for a thousand tokens, rows of several pieces."""
+    x, _, weights, packed, table = make_experts(1100, 1056, 64, topk=1)
+    ids = torch.zeros(1100, 1, dtype=torch.int64)
+    x, rows = x.bfloat16(), torch.tensor([0, 511, 512, 1023, 1024, 1099])
+    together = mxfp4_experts(x, ids, weights, *packed, table, 4.0, 25.0)
+    assert torch.equal(mxfp4_experts(x[rows], ids[rows], weights[rows], *packed, table, 4.0, 25.0), together[rows])

@@ -17,12 +17,15 @@ matvec_op = define_op(
 )
 
 
-@torch.compiler.assume_constant_result
 def beats_library_gemm(dtype: torch.dtype) -> bool:
     """Whether `matvec` is faster than torch's GEMM also for many rows: in bfloat16 on an x86 processor that has no
     instructions for it, where torch reaches a tenth of its float32 rate and the kernel about half of it."""
     has_kernels = hasattr(torch.ops.kimi_k3, "cpu_instructions")
     return dtype == torch.bfloat16 and has_kernels and torch.ops.kimi_k3.cpu_instructions() == "avx2"
+
+
+# What torch.compiler.assume_constant_result does, without its import of the whole compiler: half a second at every start.
+beats_library_gemm._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def matvec(x: Tensor, weights: Sequence[Tensor]) -> Tensor:

@@ -48,7 +48,7 @@ constexpr float kE2M1[16] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f,
                              -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
 
 inline float scale_value(uint8_t exponent) {
-  uint32_t bits = exponent == 0 ? 0x00400000u : static_cast<uint32_t>(exponent) << 23;
+  uint32_t bits = exponent == 0 ? 0x00400000u : exponent == 255 ? 0x7fc00000u : static_cast<uint32_t>(exponent) << 23;
   float value;
   std::memcpy(&value, &bits, 4);
   return value;
@@ -348,6 +348,7 @@ struct Bf16Rows {
 
   // What is read again and again stays in the first cache: decoded blocks of 16 weight rows, and three rows of x.
   static constexpr int64_t kPieceBlocks = 6;
+  static constexpr int64_t kMostRows = 512;  // whose sums are held between two pieces
 
   KIMI_K3_AVX512 static void rows(const PackedMatrix& w, int64_t first, int64_t count, const Ahead& ahead,
                                   const bfloat16* const* x, int64_t m_count, float* out) {
@@ -358,8 +359,13 @@ struct Bf16Rows {
           direct_rows(w, first + n, ahead.from(n, w), x + m, m_count - m, out + m * kBlockRows + n);
       return;
     }
-    alignas(64) Scaled decoded[kBlockRows * kPieceBlocks];
     const int64_t blocks = padded(w.in) / kBlock;
+    if (blocks > kPieceBlocks && m_count > kMostRows) {
+      for (int64_t m = 0; m < m_count; m += kMostRows)
+        rows(w, first, count, ahead, x + m, std::min(kMostRows, m_count - m), out + m * kBlockRows);
+      return;
+    }
+    alignas(64) Scaled decoded[kBlockRows * kPieceBlocks];
     static thread_local std::vector<std::array<float, 16 * kBlockRows + 16>> scratch;  // one row more: it is aligned below
     if (blocks > kPieceBlocks) scratch.resize(m_count);
     auto* partial = reinterpret_cast<__m512(*)[kBlockRows]>((reinterpret_cast<uintptr_t>(scratch.data()) + 63) & ~uintptr_t(63));

@@ -87,9 +87,9 @@ struct Avx2Rows {
     for (int64_t i = 0; i < count; i += 8) avx2::store_some(out + i, avx2::load_some(values + i, count - i), count - i);
   }
   KIMI_K3_AVX2 static void add_weighted(float* sum, float weight, const T* row, int64_t count) {
-    for (int64_t i = 0; i < count; i += 8) {  // widths are multiples of 32
-      const avx2::Vec total = avx2::load_vec(sum + i) + weight * avx2::load_vec(row + i);
-      avx2::store_vec(sum + i, total);
+    for (int64_t i = 0; i < count; i += 8) {
+      const avx2::Vec total = avx2::load_some(sum + i, count - i) + weight * avx2::load_some(row + i, count - i);
+      avx2::store_some(sum + i, total, count - i);
     }
   }
   KIMI_K3_AVX2 static void activate(const float* gate, const float* up, int64_t, const Situ& s, float* hidden) {

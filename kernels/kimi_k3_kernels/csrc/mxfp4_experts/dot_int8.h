@@ -139,7 +139,7 @@ struct VnniRows : Lossless {
       for (int64_t g = quad; g < std::min(groups, quad + 4); ++g, exponents = _mm512_srli_epi32(exponents, 8)) {
         __m512i packed[4], words[kWords];
         const uint8_t* here = codes + g * (kGroup / 2);
-        transpose([&](int n) KIMI_K3_AVX512_INT8 { return _mm_loadu_epi8(here + n * stride); }, packed);
+        transpose([&](int n) KIMI_K3_AVX512_INT8 { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(here + n * stride)); }, packed);
 #pragma GCC unroll 4
         for (int i = 0; i < 4; ++i) {
           words[2 * i] = _mm512_permutexvar_epi8(packed[i], table);

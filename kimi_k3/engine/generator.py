@@ -64,8 +64,9 @@ class KimiK3Generator:
             scores once more; 0: never. It orders reads ahead and eviction; attention reads every block all the same.
         snapshots: "bf16" keeps the states of the prefix cache and of parked requests in half the bytes, rounded: what
             follows a hit then differs within bf16's error. Live states stay float32.
-        cuda_graphs: on a GPU, unless the model is sharded or offloaded, replay recorded decode steps. (It has not run on a
-            GPU yet: all but the recording itself is tested on a CPU.)
+        cuda_graphs: on a GPU, unless the model is sharded or offloaded, replay recorded decode steps; where one cannot be
+            recorded it warns and runs them plainly from then on. (It has not run on a GPU yet: all but the recording itself
+            is tested on a CPU.)
     """
 
     def __init__(

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kimi_k3.modeling_kimi_k3 import KimiK3ForCausalLM
 
 SAMPLES = 64  # values of each weight that its digest reads
+EXPERT_SAMPLES = 8  # of each expert in a stack [E, ...], where that is more
 
 
 class Agreement:
@@ -62,28 +63,32 @@ class Agreement:
         return [-value for value in self.least([-value for value in values])]
 
     def weights_digest(self, model: KimiK3ForCausalLM) -> str:
-        """Tells models apart that differ in weights or adapters: names, shapes, dtypes and 64 values of each parameter.
+        """Tells models apart that differ in weights or adapters: names, shapes, dtypes and 64 values of each parameter, 8 of
+        each expert.
 
         The same on every rank and for every parallel degree. Parameters that are offloaded are told by shape alone.
         """
         parameters = sorted(model.named_parameters())
-        sampled_PS = torch.full((len(parameters), SAMPLES), -torch.inf, dtype=torch.float64)
+        sampled: list[Tensor] = []
         digest = hashlib.sha256()
-        for row, (name, parameter) in enumerate(parameters):
+        for name, parameter in parameters:
             owner: Any = model.get_submodule(name.rpartition(".")[0])
             # Slots of a placement hold experts in any order; what is told is each expert.
             is_placed = hasattr(owner, "copy_ranks") and not hasattr(parameter, "to_local")
             shape = (owner.num_experts, *parameter.shape[1:]) if is_placed else tuple(parameter.shape)
             digest.update(f"{name} {shape} {parameter.dtype}".encode())
+            count = max(SAMPLES, EXPERT_SAMPLES * shape[0]) if len(shape) == 3 else SAMPLES
+            sampled.append(torch.full((count,), -torch.inf, dtype=torch.float64))
             if is_placed:
-                _sample_slots(parameter.detach(), owner, sampled_PS[row])
+                _sample_slots(parameter.detach(), owner, sampled[-1])
             elif not parameter.is_meta and parameter.numel():
-                _sample_local(parameter.detach(), sampled_PS[row])
+                _sample_local(parameter.detach(), sampled[-1])
+        values = torch.cat(sampled)
         if self.all is not None:
-            shared = sampled_PS.to(self.device)
+            shared = values.to(self.device)
             _reduce(shared, dist.ReduceOp.MAX, self.all)
-            sampled_PS = shared.cpu()
-        digest.update(sampled_PS.numpy().tobytes())
+            values = shared.cpu()
+        digest.update(values.numpy().tobytes())
         return digest.hexdigest()
 
 
@@ -93,9 +98,10 @@ def _reduce(tensor: Tensor, kind: Any, group: dist.ProcessGroup | None) -> None:
         dist.all_reduce(tensor, kind, group=group)
 
 
-def _places(shape: list[int]) -> list[Tensor]:
-    """[SAMPLES] indices for each dimension: evenly spread values of a tensor."""
-    rest = torch.arange(SAMPLES) * math.prod(shape) // SAMPLES
+def _places(shape: list[int], count: int) -> list[Tensor]:
+    """[count] indices for each dimension: values spread over a tensor, one anywhere in each equal part."""
+    size = math.prod(shape)
+    rest = torch.arange(count) * size // count + torch.arange(count) * 7919 % max(size // count, 1)
     places: list[Tensor] = []
     for size in reversed(shape):
         places.insert(0, rest % size)
@@ -105,7 +111,7 @@ def _places(shape: list[int]) -> list[Tensor]:
 
 def _sample_slots(slots: Tensor, experts: Any, out_S: Tensor) -> None:
     """`_sample_local` for slots that a placement fills: of each expert, its first copy's rank writes."""
-    expert, *rest = _places([experts.num_experts, *slots.shape[1:]])
+    expert, *rest = _places([experts.num_experts, *slots.shape[1:]], len(out_S))
     owner, slot = experts.copy_ranks[:, 0].cpu()[expert], experts.copy_slots[:, 0].cpu()[expert]
     is_here = owner == dist.get_rank()
     picked = tuple(place[is_here].to(slots.device) for place in (slot, *rest))
@@ -123,8 +129,8 @@ def _sample_local(parameter: Tensor, out_S: Tensor) -> None:
             first[placement.dim] += chunk * mesh.get_local_rank(mesh_dim)
     if hasattr(parameter, "to_local"):
         local = parameter.to_local()
-    places = [place - start for place, start in zip(_places(shape), first)]
-    is_here = torch.ones(SAMPLES, dtype=torch.bool)
+    places = [place - start for place, start in zip(_places(shape, len(out_S)), first)]
+    is_here = torch.ones(len(out_S), dtype=torch.bool)
     for place, size in zip(places, local.shape):
         is_here &= (place >= 0) & (place < size)
     picked = tuple(place[is_here].to(local.device) for place in places)

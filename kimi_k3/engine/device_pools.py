@@ -11,6 +11,7 @@ A slot or a block of all layers is one run of bytes: copying one is one copy. To
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -153,6 +154,15 @@ class DevicePools:
             return
         for i, _, _ in self.layout.block_parts:
             self.pools[i][0][place, first:].zero_()
+
+    def is_finite(self, slot: int, places: Sequence[int] = (), rows: int = 0) -> Tensor:
+        """Whether a state (in a slot, or STAGED) and the latents in `places`, of the last one `rows`, are finite throughout."""
+        views, at = (self._staged, 0) if slot == STAGED else (self.pools, slot)
+        flags = [part[at].isfinite().all() for i in {i for i, _, _ in self.layout.slot_parts} for part in views[i]]
+        for i, _, _ in self.layout.block_parts if places else ():
+            latents = self.pools[i][0]
+            flags += [latents[list(places[:-1])].isfinite().all(), latents[places[-1], :rows].isfinite().all()]
+        return torch.stack(flags).all() if flags else torch.tensor(True)
 
     def head_slices(self) -> list[tuple[int, int]]:
         """The ranges of KDA heads in which states are stored, counted over all ranks, that lie here."""

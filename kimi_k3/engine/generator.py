@@ -53,7 +53,7 @@ class KimiK3Generator:
         memory: bytes for latent blocks and KDA states together; "auto": a share of what is free.
         num_blocks: instead of `memory`: room for so many latent blocks and `max_num_seqs` states.
         block_size: tokens of a latent block.
-        prefix_cache: reuse the prefixes of earlier requests.
+        prefix_cache: reuse the prefixes of earlier requests; `clear_prefix_cache` after the weights have changed.
         scheduler: "dependency_aware" or "fcfs".
         tiers: HostTier, DiskTier, RemoteTier: where evicted and parked states go, nearest first.
         batch_invariant: bitwise equal results in any batch, at some cost; sets the model's mode until `close`.
@@ -265,6 +265,8 @@ class KimiK3Generator:
         try:
             prepared = [self._prepare(self._requests[rid], count) for rid, count in plan.run]
             pieces = [piece for piece in prepared if piece is not None]
+            if self.tiers is not None and self.others is None and not pieces:
+                self.tiers.pause(self._requests.values())
             repeats = [p for p in pieces if p.tokens == 0]
             self._forward(self.memory.with_exports([p for p in pieces if p.tokens]))
             if repeats:
@@ -421,6 +423,7 @@ class KimiK3Generator:
                 continue
             except FloatingPointError as error:
                 self._fail(request, str(error))
+                self.memory.distrust(request)
                 continue
             except Exception as error:  # what is wrong with one row must not end the others
                 self._fail(request, f"sampling: {type(error).__name__}: {error}")
@@ -599,6 +602,20 @@ class KimiK3Generator:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def clear_prefix_cache(self) -> None:
+        """Forget all prefixes, after the model's weights have changed (`load_state_dict`, an adapter): until then hits go on
+        from what the old ones computed. What lies in tiers is told apart by the weights, which are read anew: it serves
+        the old ones only. Every rank calls it.
+
+        Raises: ValueError while requests are unfinished.
+        """
+        with self._lock:
+            self._refuse_if_closed()
+            if self._requests:
+                raise ValueError(f"clear_prefix_cache: want no unfinished requests, got {len(self._requests)}")
+            self.memory.clear_prefix_cache()
+            self._root = self._root_key(self.model.model.is_batch_invariant)
 
     # What it says of itself.
 

@@ -331,6 +331,15 @@ class PrefixIndex:
             step = step.parent
         return path[::-1]
 
+    def discard(self, snapshot: Snapshot) -> bool:
+        """Drop one without a word to `on_evict`; False where it is not kept, or being read."""
+        if snapshot not in self._snapshots or snapshot.pins:
+            return False
+        told, self.on_evict = self.on_evict, None
+        self.drop(snapshot)
+        self.on_evict = told
+        return True
+
     def forget(self, root: bytes) -> None:
         """Drop all that is kept under one root, without a word to `on_evict`."""
         told, self.on_evict = self.on_evict, None

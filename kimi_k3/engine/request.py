@@ -79,6 +79,7 @@ class Request:
     done: int = 0  # tokens that ran, or whose result was reused
     slot: int = -1
     read_from: Snapshot | None = None  # the state to start from, until the first piece has run
+    started_from: Snapshot | None = None  # when it was last admitted
     table: list[int] = field(default_factory=list)  # block handles
     unshared: int = 0  # of them, those that nobody else held when the pool counted `shares` and it `counted_blocks`
     shares: int = -1

@@ -34,8 +34,14 @@ class Residency:
         num_blocks: int | None, max_num_seqs: int, block_size: int, prefix_cache: bool, tiers: Sequence[Any],
         counts: Counter[str], has_bf16_snapshots: bool = False,
     ) -> None:  # fmt: skip
+        shared = [tier.name for tier in tiers if tier.is_shared]
+        if shared and any(parameter.is_meta for parameter in model.parameters()):
+            raise ValueError(
+                f"KimiK3Generator: an offloaded model wants tiers that end with the process (HostTier), got {shared}: "
+                "entries there are told apart by values of all weights"
+            )
         self.max_num_seqs, self.block_size, self.prefix_cache = max_num_seqs, block_size, prefix_cache
-        self.counts, self._requests = counts, requests
+        self.counts, self._requests, self.agreement = counts, requests, agreement
         layout = PoolLayout(model, block_size, has_bf16_snapshots=has_bf16_snapshots)
         (num_pages,) = agreement.least([self._num_pages(layout, memory, num_blocks, model.device)])
         heads = model.config.text_config.kda_num_heads
@@ -197,7 +203,7 @@ class Residency:
             self.pools.copy_block(self.pool.places[match.path[-1].block], self.pool.places[tail])
             request.table.append(tail)
         request.slot, request.read_from, request.done = slot, snapshot, match.position
-        request.published = match.position
+        request.published, request.started_from = match.position, snapshot
         request.hidden = snapshot.hidden if snapshot is not None and match.position == len(request.tokens) else None
         if snapshot is not None and snapshot.blocks:
             self.pools.stage_blocks(self._places(snapshot))
@@ -263,7 +269,8 @@ class Residency:
             request.saved.append(Snapshot(request.done, request.slot, is_end=True))
             request.slot = -1
             request.is_parked = True
-        self.publish(request)
+        if not self.publish(request):
+            self.clear(request)
         self.take_back(request)
 
     def take_back(self, request: Request) -> None:
@@ -277,6 +284,7 @@ class Residency:
         for snapshot in snapshots if self.pools.layout.has_bf16_snapshots else ():
             if snapshot.slot >= 0:
                 self.pools.stage_slot(snapshot.slot)
+                self.pools.clear_slot(snapshot.slot)  # it is not told yet whether all in it is finite
                 self.pool.free_slot(snapshot.slot)
                 snapshot.slot = STAGED
                 for _ in range(self.pools.layout.packed_blocks):
@@ -288,14 +296,42 @@ class Residency:
     def _places(self, snapshot: Snapshot) -> list[int]:
         return [self.pool.places[block] for block in snapshot.blocks]
 
-    def publish(self, request: Request) -> None:
-        """Make the states that a request has left, and the latents before them, known to all."""
+    def publish(self, request: Request) -> bool:
+        """Make the states that a request has left, and the latents before them, known to all; up to what is not finite,
+        then returns False."""
         self.pack(request.saved)
-        saved, request.saved = request.saved, []
-        if saved:
-            request.published = max(request.published, *(snapshot.position for snapshot in saved))
+        saved, request.saved = sorted(request.saved, key=lambda snapshot: snapshot.position), []
+        count = self._count_finite(request, saved)
+        if count:
+            request.published = max(request.published, *(snapshot.position for snapshot in saved[:count]))
             tokens = request.tokens[: request.done]
-            self.index.publish(request.root, tokens, request.table, saved, request.heat)
+            self.index.publish(request.root, tokens, request.table, saved[:count], request.heat)
+        return count == len(saved)
+
+    def _count_finite(self, request: Request, saved: list[Snapshot]) -> int:
+        """So many states, and the latents before them, are finite on every rank. The rest is zeroed and freed."""
+        flags, start = [], request.published
+        for snapshot in saved:
+            if snapshot.blocks:
+                self.pools.stage_blocks(self._places(snapshot))
+            end = min(snapshot.position, request.done)
+            new = range(start // self.block_size, -(-end // self.block_size)) if end > start else ()
+            places = [self.pool.places[request.table[i]] for i in new]
+            flags.append(self.pools.is_finite(snapshot.slot, places, (end - 1) % self.block_size + 1))
+            start = max(start, end)
+        is_bad = self.agreement.most([int(not flag) for flag in torch.stack(flags).tolist()] if flags else [])
+        count = is_bad.index(1) if 1 in is_bad else len(saved)
+        for snapshot in saved[count:]:
+            self._clear_snapshot(snapshot)
+            snapshot.free(self.pool)
+            self.counts["dropped_nonfinite"] += 1
+        return count
+
+    def distrust(self, request: Request) -> None:
+        """What a request that came to non-finite values started from is dropped: the next one starts further back."""
+        snapshot = request.started_from
+        if snapshot is not None and self.index.discard(snapshot):
+            self.counts["dropped_distrusted"] += 1
 
     def release(self, request: Request) -> None:
         """Give back what a request holds. States that it took and did not publish go with it."""
@@ -338,16 +374,26 @@ class Residency:
             self.publish(request)
 
     def clear(self, request: Request) -> None:
-        """Zero what a failed request wrote and nobody else reads."""
+        """Zero what a request wrote that went wrong, and nobody else reads."""
         for index, handle in enumerate(request.table):
             first = 0 if self.pool.references[handle] == 1 else request.published - index * self.block_size
             if first < self.block_size:
                 self.pools.clear_block(self.pool.places[handle], max(0, first))
-        for slot in [request.slot, *(s.slot for s in request.saved)]:
-            if slot >= 0:
-                self.pools.clear_slot(slot)
-        for place in [place for snapshot in request.saved for place in self._places(snapshot)]:
+        if request.slot >= 0:
+            self.pools.clear_slot(request.slot)
+        for snapshot in request.saved:
+            self._clear_snapshot(snapshot)
+
+    def _clear_snapshot(self, snapshot: Snapshot) -> None:
+        if snapshot.slot >= 0:
+            self.pools.clear_slot(snapshot.slot)
+        for place in self._places(snapshot):
             self.pools.clear_block(place)
+
+    def clear_prefix_cache(self) -> None:
+        """Drop all that is kept for reuse; tiers are told nothing."""
+        for entry in list(self.index.entries()):
+            self.index.discard(entry.snapshot)
 
     def close(self) -> None:
         """Hand what is kept to the tiers that outlive the process, and free it."""

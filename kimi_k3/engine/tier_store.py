@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kimi_k3.engine.agreement import Agreement
@@ -16,10 +16,15 @@ from kimi_k3.engine.device_pools import DevicePools
 from kimi_k3.engine.page_pool import PagePool
 from kimi_k3.engine.prefix_index import Evicted, Node, PrefixIndex, Snapshot, chain
 from kimi_k3.engine.request import Request
+from kimi_k3.engine.tier_format import Payload
 from kimi_k3.engine.tier_transfers import Question, TierStack
 
 MAX_PROBES = 64  # positions of a prompt that are looked for in the tiers
 CLOSE_SECONDS = 60.0
+# A read that takes longer, all reads before it included, is given up: the tokens are computed.
+FETCH_SECONDS = 10.0
+FETCH_SECONDS_PER_BYTE = 1e-8
+PAUSE_SECONDS = 0.005  # of a step that has nothing to run but waits for a read
 
 
 class TierStore:
@@ -38,31 +43,49 @@ class TierStore:
         self.slices = pools.head_slices()
         self.counts: Counter[str] = Counter()
         self._tier_index = 0
+        self._wait_until = 0.0  # for room in the queue
+        self._reading_bytes = 0  # of the reads under way
 
     # Out: from the index to the tiers.
 
     def save(self, evicted: Evicted) -> None:
-        """Store a snapshot and the blocks before it, where they are not stored yet. Copies first: the memory goes away."""
+        """Store a snapshot and the blocks before it, where they are not stored yet. Copies first: the memory goes away.
+
+        Where the queue refuses an entry the rest of the path is not stored: without it nothing could be restored.
+        """
         snapshot = evicted.snapshot
         for node in evicted.path:
-            if node.end <= snapshot.position:
-                if not node.is_stored:
-                    self._store_block(node, node.key, len(node.tokens))
-                    node.is_stored = True
-            elif not snapshot.is_stored:  # its last block is stored up to its position
-                self._store_block(node, _key_in(node, snapshot.position), snapshot.position - node.start)
+            is_whole = node.end <= snapshot.position  # else stored up to the snapshot's position
+            if node.is_stored if is_whole else snapshot.is_stored:
+                continue
+            if not self._store_block(node, snapshot.position):
+                return
+            node.is_stored = node.is_stored or is_whole
         if not snapshot.is_stored:
             key = _key_in(evicted.node, snapshot.position)
             if snapshot.blocks:
                 self.pools.stage_blocks([self.pool.places[block] for block in snapshot.blocks])
             for heads in self.slices:
-                self.stack.store(_slice_name(key, heads), self.pools.read_slot(snapshot.slot, heads), self._tier_index)
+                if not self._store(_slice_name(key, heads), self.pools.read_slot(snapshot.slot, heads)):
+                    return
             snapshot.is_stored = True
             self.counts["stored_snapshots"] += 1
 
-    def _store_block(self, node: Node, key: bytes, rows: int) -> None:
-        self.stack.store(_block_name(key), self.pools.read_block(self.pool.places[node.block], rows), self._tier_index)
-        self.counts["stored_blocks"] += 1
+    def _store_block(self, node: Node, position: int) -> bool:
+        """Queue a node's block, up to `position` at most."""
+        end = min(node.end, position)
+        payload = self.pools.read_block(self.pool.places[node.block], end - node.start)
+        is_stored = self._store(_block_name(_key_in(node, end)), payload)
+        self.counts["stored_blocks"] += is_stored
+        return is_stored
+
+    def _store(self, name: str, payload: Payload) -> bool:
+        """Queue an entry; False where the queue is full. At the end, off any step, room in it is waited for."""
+        while not self.stack.store(name, payload, self._tier_index):
+            if not self.stack.flush(max(self._wait_until - time.monotonic(), 0.0)):
+                self.counts["refused"] += 1
+                return False
+        return True
 
     # In: from the tiers to the index.
 
@@ -130,7 +153,11 @@ class TierStore:
         if request.fetch_state == "absent":
             keys, first = request.fetch_keys, request.fetch_first
             heat = dict(zip(keys, request.heat[first:] + [0.0] * len(keys)))
-            request.fetch = self.stack.fetch(sorted(keys, key=lambda key: -heat[key]))  # hot blocks first, states last
+            self._reading_bytes += request.fetch_bytes
+            request.fetch = self.stack.fetch(
+                sorted(keys, key=lambda key: -heat[key]),  # hot blocks first, states last
+                timeout_s=FETCH_SECONDS + FETCH_SECONDS_PER_BYTE * self._reading_bytes,
+            )
             request.fetch_state = "pending"
             self.counts["fetches"] += 1
 
@@ -149,9 +176,18 @@ class TierStore:
         for request in ready:
             request.fetch_state, request.fetched = "ready", request.fetch.results()
             self.counts.update(f"miss_{reason}" for reason in request.fetch.failures.values())
-        failed = self.agreement.most([int(bool(r.fetch.failures)) for r in ready])
-        for request in [request for request, has_failed in zip(ready, failed) if has_failed]:
-            self._give_up(request)
+        failed = self.agreement.most([_severity(r.fetch.failures) for r in ready])
+        for request, severity in zip(ready, failed):
+            if severity == 2:  # no second wait for a tier that hangs
+                request.missed_positions.update(self._positions(request))
+            if severity:
+                self._give_up(request)
+        self._reading_bytes = sum(r.fetch_bytes for r in pending if r.fetch_state == "pending")
+
+    def pause(self, requests: Iterable[Request]) -> None:
+        """For a step with nothing to run: where a read is under way, wait a little for news of it."""
+        if any(r.fetch_state == "pending" for r in requests):
+            self.stack.wait_for_news(PAUSE_SECONDS)
 
     def _give_up(self, request: Request) -> None:
         """That position is not to be had: a shallower one may be."""
@@ -190,18 +226,9 @@ class TierStore:
             else:
                 held.append(added)
         if slot is not None:
-            names = iter(request.fetch_keys)
-            try:
-                for block in held[first:]:
-                    self.pools.write_block(self.pool.places[block], request.fetched[next(names)])
-                for heads in self.slices:
-                    self.pools.write_slot(slot, heads, request.fetched[next(names)])
-            except (
-                KeyError,
-                ValueError,
-                RuntimeError,
-            ) as error:  # of another shape, whatever its name; a copy that failed
-                self.counts["miss_io" if isinstance(error, RuntimeError) else "miss_foreign"] += 1
+            reason = self._write(request, held[first:], slot)
+            if self.agreement.most([int(bool(reason))])[0]:  # on one rank: then no rank has it
+                self.counts[f"miss_{reason or 'elsewhere'}"] += 1
                 self.pool.free_slot(slot)
                 self._give_up(request)
             else:
@@ -212,22 +239,39 @@ class TierStore:
         for block in held:
             self.pool.free_block(block)
 
+    def _write(self, request: Request, blocks: list[int], slot: int) -> str:
+        """Copy what was fetched into memory; returns why that cannot be used, "" where it can."""
+        names = iter(request.fetch_keys)
+        try:
+            for block in blocks:
+                self.pools.write_block(self.pool.places[block], request.fetched[next(names)])
+            for heads in self.slices:
+                self.pools.write_slot(slot, heads, request.fetched[next(names)])
+        except (KeyError, ValueError):  # of another shape, whatever its name
+            return "foreign"
+        except RuntimeError:  # a copy that failed
+            return "io"
+        return "" if self.pools.is_finite(slot) else "damaged"
+
     def close(self, entries: Iterable[Evicted], timeout: float = CLOSE_SECONDS) -> None:
         """Store what is left where a tier outlives this process, for at most `timeout` seconds, and end the threads."""
         deadline = time.monotonic() + timeout
         shared = next((i for i, tier in enumerate(self.stack.tiers) if tier.is_shared), None)
         if shared is not None:
-            self._tier_index = shared
+            self._tier_index, self._wait_until = shared, deadline
             for entry in entries:
                 self.save(entry)
-                if not self.stack.flush(
-                    max(deadline - time.monotonic(), 0.0)
-                ):  # as it comes, whatever the queue's bound
+                if time.monotonic() >= deadline:
                     break
         self.stack.close(max(deadline - time.monotonic(), 0.0))
 
     def stats(self) -> dict[str, Any]:
         return {**self.counts, "by_tier": self.stack.stats()}
+
+
+def _severity(failures: Mapping[str, str]) -> int:
+    """0: all was read; 1: something was not; 2: a tier did not answer in time."""
+    return 2 if "timeout" in failures.values() else int(bool(failures))
 
 
 def _key_in(node: Node, position: int) -> bytes:

@@ -14,8 +14,11 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from kimi_k3.engine.tier_format import LossyCodec, Payload, TierError, check_key, check_payload, payload_bytes
 from kimi_k3.engine.tiers import HostTier, Tier
+from kimi_k3.preflight import available_memory
 
 EXACT = LossyCodec()
 ASK_SECONDS = 0.25  # a far tier that has not said by then whether it has something has not
@@ -195,7 +198,8 @@ class TierStack:
     Args:
         tiers: nearest first, e.g. (HostTier(...), DiskTier(...), RemoteTier(...)). What a tier evicts or refuses goes to
             the next. Closed together with the stack.
-        max_pending_bytes: bound on what waits to be written, and apart from that on what was read and not yet taken.
+        max_pending_bytes: bound on what waits to be written, and apart from that on what was read and not yet taken; one
+            entry of any size may always wait. None: a 32nd of the memory that is free now, at least 1 GiB.
         promote: put what was found in a lower tier into the first, too, where that is exact.
     An entry that waits to be written is found and fetched as if it had arrived. Entries of a lossy tier are never moved
     into a tier with another codec.
@@ -207,9 +211,11 @@ class TierStack:
         *,
         read_threads: int = 2,
         write_threads: int = 1,
-        max_pending_bytes: int = 1 << 30,
+        max_pending_bytes: int | None = None,
         promote: bool = True,
     ) -> None:
+        if max_pending_bytes is None:
+            max_pending_bytes = max(1 << 30, available_memory(torch.device("cpu")) // 32)
         if read_threads < 1 or write_threads < 1 or max_pending_bytes < 1:
             raise ValueError(f"TierStack: want >= 1, got {read_threads=}, {write_threads=}, {max_pending_bytes=}")
         self.tiers = tuple(tiers)
@@ -316,6 +322,11 @@ class TierStack:
         with self._changed:
             return self._changed.wait_for(lambda: not self._pending_writes, timeout)
 
+    def wait_for_news(self, timeout: float) -> None:
+        """Wait until something is read, written or asked for, at most `timeout` seconds."""
+        with self._changed:
+            self._changed.wait(timeout)
+
     def stats(self) -> dict[str, dict[str, int]]:
         """Counts by tier name, and under "transfers" those of the stack itself; `*_us` are microseconds."""
         with self._changed:
@@ -376,7 +387,8 @@ class TierStack:
             if place in self._pending and not has_source:  # the same content is on its way
                 return True
             is_late = self._is_stopped or (self._is_closed and if_full == "refused")
-            if is_late or not self.tiers or self._pending_bytes + write.num_bytes > self._max_pending_bytes:
+            is_full = self._pending_bytes and self._pending_bytes + write.num_bytes > self._max_pending_bytes
+            if is_late or not self.tiers or is_full:
                 self._counts[if_full] += 1
                 return False
             self._pending.setdefault(place, write)

@@ -200,6 +200,50 @@ def test_a_nan_ends_its_request_and_poisons_nobody(demo, gen, where):
         assert not any(torch.isnan(pool).any() for pool in pools)
 
 
+@pytest.mark.parametrize("snapshots", ["exact", "bf16"])
+@pytest.mark.parametrize("where", ["state", "latent"])
+@pytest.mark.parametrize("how", ["park", "drop"])
+def test_a_preempted_prefill_publishes_nothing_that_is_not_finite(demo, where, how, snapshots):
+    """A NaN that came and went while a prompt ran: the request computes again from before it, and does not fail."""
+    prompt = [*range(100, 500)]
+    options = {"max_num_seqs": 2, "num_blocks": 60, "max_tokens_per_step": 128, "snapshots": snapshots}
+    with KimiK3Generator(demo, **options) as gen:
+        (expected,) = gen.generate([prompt], SamplingParams(max_new_tokens=4))
+        gen.index.clear()
+        rid = gen.add(prompt, SamplingParams(max_new_tokens=4), snapshot_at=[64, 200])
+        gen.step()
+        request = gen._requests[rid]
+        layers = [i for i, pools in gen.pools.pools.items() if len(pools) == (2 if where == "state" else 1)]
+        if where == "state":
+            gen.pools.pools[layers[0]][0][request.slot, 0, 0, 0] = math.nan
+        else:  # of the last layer: no later state has it
+            gen.pools.pools[layers[-1]][0][gen.pool.places[request.table[1]], 60] = math.nan
+        gen.step()
+        assert (request.done, [s.position for s in request.saved if s.position in (64, 200)]) == (256, [64, 200])
+        gen._preempt(request, how)
+        assert gen.counts["dropped_nonfinite"] > 0
+        assert gen.index.match(request.root, prompt).position == (128 if where == "state" else 64)
+        for pools in gen.pools.pools.values():
+            assert not any(torch.isnan(pool).any() for pool in pools)
+        finish(gen)
+        result = gen.result(rid)
+        assert result.finish_reason == "length" and (snapshots == "bf16" or result.token_ids == expected.token_ids)
+        (again,) = gen.generate([[*prompt, 5]], SamplingParams(max_new_tokens=1))
+        assert again.finish_reason == "length" and again.reused_tokens == 400
+
+
+def test_what_a_failed_request_started_from_is_dropped(demo):
+    prompt = [*range(100, 300)]
+    with KimiK3Generator(demo, max_num_seqs=2, num_blocks=60, max_tokens_per_step=256) as gen:
+        gen.generate([prompt], SamplingParams(max_new_tokens=1))
+        (snapshot,) = [e.snapshot for e in gen.index.entries() if e.snapshot.position == 200]
+        layer = next(i for i, pools in gen.pools.pools.items() if len(pools) == 2)
+        gen.pools.pools[layer][0][snapshot.slot].fill_(math.nan)
+        results = [gen.generate([[*prompt, 5]], SamplingParams(max_new_tokens=2))[0] for _ in range(2)]
+        assert [r.finish_reason for r in results] == ["error", "length"] and results[0].reused_tokens == 200
+        assert results[1].reused_tokens < 200 and gen.counts["dropped_distrusted"] == 1
+
+
 def test_a_request_that_takes_too_long_times_out_and_leaves_the_rest(gen):
     late = gen.add(PROMPT, SamplingParams(max_new_tokens=50), timeout=0.0)
     good = gen.add(PROMPT, SamplingParams(max_new_tokens=3))

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from conftest import DEMO, Recorder, assert_equals_solo
 from valkey_server import Server
 
 from kimi_k3 import KimiK3ForCausalLM, KimiK3Generator, SamplingParams
+from kimi_k3.engine import tier_store
+from kimi_k3.engine.agreement import Agreement
 from kimi_k3.engine.device_pools import DevicePools, PoolLayout
 from kimi_k3.engine.tier_store import _key_in, _slice_name
 from kimi_k3.engine.tiers import DiskTier, HostTier, RemoteTier
@@ -141,6 +144,50 @@ def test_a_folder_that_describes_something_else_is_a_miss(demo, smooth, tmp_path
     finally:
         with torch.no_grad():
             weight.copy_(before)
+
+
+def test_one_expert_of_another_revision_is_another_model(demo):
+    model = torch.nn.Module()
+    model.experts = torch.nn.Module()
+    model.experts.w1 = torch.nn.Parameter(torch.randn(896, 5, 7))
+    digest = Agreement(demo).weights_digest
+    before = digest(model)
+    for expert in (0, 7, 415, 895):
+        with torch.no_grad():
+            kept = model.experts.w1[expert].clone()
+            model.experts.w1[expert] *= 1.01
+            assert digest(model) != before
+            model.experts.w1[expert] = kept
+    assert digest(model) == before
+
+
+def test_an_offloaded_model_is_refused_tiers_that_outlive_it(tmp_path):
+    model = KimiK3ForCausalLM.from_pretrained(DEMO, dtype=torch.float32, progress=False, device_map={"": "disk"})
+    with pytest.raises(ValueError, match=r"offloaded model wants tiers that end with the process.*'disk'"):
+        KimiK3Generator(model, tiers=(HostTier(1 << 26), DiskTier(tmp_path, 1 << 28)), **SMALL)
+
+
+def test_after_the_weights_changed_the_cleared_cache_serves_nothing_old(smooth, tmp_path):
+    model, prompt = copy.deepcopy(smooth), prompt_of(200, 1)
+    old = copy.deepcopy(model.state_dict())
+    new = {name: tensor * 1.01 if name.endswith("input_layernorm.weight") else tensor for name, tensor in old.items()}
+    prompt = [token % model.config.text_config.vocab_size for token in prompt]
+    with KimiK3Generator(model, tiers=(DiskTier(tmp_path, 1 << 28),), **SMALL) as gen:
+        ask(gen, model, prompt)
+        gen.index.clear()  # all of it to the disk
+        gen.tiers.stack.flush()
+        ask(gen, model, [*prompt, 9])
+        rid = gen.add(prompt)
+        with pytest.raises(ValueError, match="want no unfinished requests, got 1"):
+            gen.clear_prefix_cache()
+        gen.abort(rid)
+        model.load_state_dict(new)
+        gen.clear_prefix_cache()
+        assert gen.pool.num_slots == gen.pool.num_blocks == 0
+        assert ask(gen, model, prompt) == 200
+        model.load_state_dict(old)
+        gen.clear_prefix_cache()
+        assert ask(gen, model, [*prompt, 9]) <= 1  # from the disk
 
 
 @pytest.mark.parametrize("error", [ValueError, RuntimeError])
@@ -350,3 +397,60 @@ def test_a_kill_in_the_middle_of_writes_leaves_right_tokens(demo, tmp_path):
 @pytest.mark.slow
 def test_fifty_kills_in_the_middle_of_writes_leave_right_tokens(demo, tmp_path):
     kill_in_the_middle_of_writes(demo, tmp_path, 50)
+
+
+@pytest.mark.parametrize("at_the_end", [False, True])
+def test_what_the_queue_refuses_is_not_taken_to_be_stored(demo, tmp_path, at_the_end):
+    """A path larger than the queue: stored again once there is room; at the end of the generator all of it is."""
+    prompt = prompt_of(300, 8)
+    with KimiK3Generator(demo, tiers=(DiskTier(tmp_path, 1 << 28),), **SMALL | {"num_blocks": 60}) as gen:
+        stack = gen.tiers.stack
+        put, (tier,) = threading.Event(), stack.tiers
+        write = tier._put
+        tier._put = lambda *args: put.wait() and write(*args)
+        stack._max_pending_bytes = gen.pools.layout.block_bytes * 2
+        ask(gen, demo, prompt)
+        if not at_the_end:
+            (last,) = [e for e in gen.index.entries() if e.snapshot.position == 300]
+            gen.tiers.save(last)
+            transfers = stack.stats()["transfers"]
+            assert gen.tiers.counts["refused"] == transfers["refused"] == 1
+            assert sum(node.is_stored for node in last.path) == gen.tiers.counts["stored_blocks"] < 4
+            assert not last.snapshot.is_stored and gen.tiers.counts["stored_snapshots"] == 0
+            put.set()
+            for _ in range(20):
+                stack.flush()
+                gen.tiers.save(last)
+            stack._max_pending_bytes = 1 << 30
+            gen.tiers.save(last)
+            stack.flush()
+            gen.index.on_evict = None
+            gen.index.clear()
+            assert last.snapshot.is_stored and ask(gen, demo, [*prompt, 9]) <= 1
+        put.set()
+    with KimiK3Generator(demo, tiers=(DiskTier(tmp_path, 1 << 28),), **SMALL) as gen:
+        assert ask(gen, demo, [*prompt, 9]) <= 1
+
+
+def test_a_read_that_hangs_is_given_up_and_no_step_spins_meanwhile(demo, monkeypatch):
+    """A disk that never answers: one limit for the request, not one for each state, then it computes."""
+    monkeypatch.setattr(tier_store, "FETCH_SECONDS", 1.0)
+    with KimiK3Generator(demo, tiers=(HostTier(1 << 28),), **SMALL) as gen:
+        prompt = prompt_of(300, 3)
+        ask(gen, demo, prompt)
+        gen.index.clear()
+        gen.tiers.stack.flush()
+        answers, (tier,) = threading.Event(), gen.tiers.stack.tiers
+        read = tier._get
+        tier._get = lambda key: answers.wait() and read(key)
+        rid = gen.add([*prompt, 9], SamplingParams(max_new_tokens=2))
+        start, steps = time.monotonic(), gen.num_steps
+        try:
+            while gen.has_unfinished() and time.monotonic() < start + 20:
+                gen.step()
+            waited = time.monotonic() - start
+        finally:
+            answers.set()
+        assert 1.0 <= waited < 10.0 and gen.num_steps - steps < 300
+        assert gen.result(rid).reused_tokens == 0 and gen.tiers.counts["fetches"] == 1
+        assert gen.tiers.counts["miss_timeout"] > 0

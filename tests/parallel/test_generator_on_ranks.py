@@ -97,3 +97,24 @@ def test_what_one_degree_stored_another_restores(direction, tmp_path):
         run_ranks(2, store, str(tmp_path), timeout=200)
         results = [restore(str(tmp_path))]
     assert all(result == (200, expected) for result in results)
+
+
+def restore_where_one_rank_cannot() -> tuple[int, list[int], int]:
+    with KimiK3Generator(load(mesh_of("tp")), tiers=(HostTier(1 << 28),), **SMALL) as gen:
+        gen.generate([prompt_of(200, 5)], SamplingParams(max_new_tokens=2))
+        gen.index.clear()
+        gen.tiers.stack.flush()
+        if dist.get_rank() == 1:  # all that this rank has stored is of another shape
+            (tier,) = gen.tiers.stack.tiers
+            read = tier.get
+            tier.get = lambda key: {name: tensor[:0] for name, tensor in read(key).items()}
+        (result,) = gen.generate([[*prompt_of(200, 5), 7]], SamplingParams(max_new_tokens=6))
+        counts = gen.tiers.counts
+        return result.reused_tokens, result.token_ids, counts["miss_foreign"] + counts["miss_elsewhere"]
+
+
+def test_what_one_rank_cannot_restore_no_rank_does():
+    with KimiK3Generator(load(), max_num_seqs=1, num_blocks=20) as gen:
+        expected = gen.generate([[*prompt_of(200, 5), 7]], SamplingParams(max_new_tokens=6))[0].token_ids
+    ranks = run_ranks(2, restore_where_one_rank_cannot, timeout=30)
+    assert ranks[0] == ranks[1] and ranks[0][:2] == (0, expected) and ranks[0][2] > 0

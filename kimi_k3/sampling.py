@@ -87,6 +87,7 @@ def uniform(seed: int, position: int) -> float:
 
 
 BINS = 4096  # of a row's weights on a CPU
+LEAST_SPREAD = 1e-30  # of the scaled logits for more than one bin: their scale, BINS / spread, must fit into float32
 SPAN = 32.0  # the bins cover so much of the scaled logits: what lies deeper weighs less than 2e-14 of the largest
 
 
@@ -102,7 +103,7 @@ class _Descending:
         """scaled_V: [V] float32, <= 0, one of them 0.     deepest: the least of them."""
         self.scaled_V, self.weights_V = scaled_V, scaled_V.exp()
         self.bins_V: Tensor | None = None
-        if scaled_V.device.type == "cpu" and deepest < 0:
+        if scaled_V.device.type == "cpu" and deepest < -LEAST_SPREAD:
             self.bins_V = (scaled_V * ((1 - BINS) / min(-deepest, SPAN))).clamp_(max=BINS - 1).long()
         self._sorted: dict[int, tuple[Tensor, Tensor]] = {}
         self.mass_B = self._sums(self.weights_V.double())

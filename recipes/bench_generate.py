@@ -1,6 +1,6 @@
 """Prefill and decode speed of a checkpoint beside this machine's own ceilings, measured in the same run.
 
-    python recipes/bench_generate.py --model DIR --prompt-tokens 512,2048 --new-tokens 64 [--batch 1,4,16] [--depth D]
+    python recipes/bench_generate.py --model DIR --prompt-tokens 512,2048 --new-tokens 64 [--batch 1,4,16] [--depth D[,D]]
         [--compile] [--explain] [--engine] --json
 
 Prefill is measured for each count of prompt tokens, decode for each batch after --depth tokens, or after the first count.
@@ -181,7 +181,10 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=counts, default=[512], metavar="N[,N]")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--batch", type=counts, default=[1], metavar="N[,N]")
-    parser.add_argument("--depth", type=int, default=0, help="decode after so many tokens (default: --prompt-tokens)")
+    parser.add_argument(
+        "--depth", type=counts, default=[], metavar="N[,N]",
+        help="decode after so many tokens (default: --prompt-tokens); more than one: the first batch at the others too",
+    )  # fmt: skip
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--engine", action="store_true", help="each batch through KimiK3Generator too")
@@ -213,19 +216,23 @@ def main() -> None:
         decode(model, *prefill(model, prompt(batch, min(args.prompt_tokens[0], 64))), 1)
     first_calls_s = time.perf_counter() - start
 
-    prefills, decodes = {}, {}
+    prefills = {}
     for tokens in args.prompt_tokens:
         ids = prompt(args.batch[0], tokens)
         start = time.perf_counter()
         prefill(model, ids)
         prefills[tokens] = ids.numel() / (time.perf_counter() - start)
-    depth = args.depth or args.prompt_tokens[0]
-    for batch in args.batch:
+    depth, *more_depths = args.depth or args.prompt_tokens[:1]
+
+    def decode_speed(batch: int, depth: int) -> float:
         cache, token = prefill(model, prompt(batch, depth))
         decode(model, cache, token, 2)
         start = time.perf_counter()
         decode(model, cache, token, args.new_tokens)
-        decodes[batch] = batch * args.new_tokens / (time.perf_counter() - start)
+        return batch * args.new_tokens / (time.perf_counter() - start)
+
+    decodes = {batch: decode_speed(batch, depth) for batch in args.batch}
+    decodes_at = {deeper: decode_speed(args.batch[0], deeper) for deeper in more_depths}
     peak_rss_bytes = memory_bytes("VmHWM")
     engines = {
         f"{kind}, {batch}": measure_engine(model, prompt(batch, args.prompt_tokens[0]), args.new_tokens, temperature)
@@ -246,6 +253,7 @@ def main() -> None:
         "ceiling_decode_tokens_per_s": ceilings["read_bytes_per_s"] / sum(read_bytes.values()),
         "prefill_by_prompt_tokens": prefills,
         "decode_by_batch": decodes,
+        "decode_by_depth": {depth: decodes[args.batch[0]], **decodes_at},
         "engine": engines,
         "first_token_s": first_token_s,
         "first_calls_s": first_calls_s,
@@ -265,6 +273,8 @@ def main() -> None:
         for count, speed in rates.items():
             share = speed / result[f"ceiling_{name}_tokens_per_s"]
             print(f"{name:8} {count:6} {what:6} {speed:10.2f} tokens/s, {share:5.2f} x the ceiling")
+    for deeper, speed in decodes_at.items():
+        print(f"decode   {args.batch[0]:6} rows   {speed:10.2f} tokens/s at depth {deeper}, {depth} above")
     for name, figures in engines.items():
         share = figures["tokens_per_s"] / result["ceiling_decode_tokens_per_s"]
         overhead = f"{100 * figures['overhead']:.1f} % outside of the forward"

@@ -2,9 +2,9 @@
 
     torchrun --standalone --nproc-per-node 4 recipes/generate_ep.py --prompts prompts.txt --max-new-tokens 64
 
---prompts is a file with one prompt a line (default: a few built in). Ranks are --tp ranks that share tokens, times groups
-with prompts of their own; the routed experts lie on all ranks, so expert parallelism spans tp. Without --model it runs the
-bundled demo model, with 16 experts.
+--prompts is a file with one prompt a line, blank lines skipped (default: a few built in). Ranks are --tp ranks that share
+tokens, times groups with prompts of their own; the routed experts lie on all ranks, so expert parallelism spans tp. Without
+--model it runs the bundled demo model, with 16 experts.
 
     torchrun --standalone --nproc-per-node 4 recipes/generate_ep.py --tp 2                      # tp 2 x 2 groups, ep 4
     torchrun --standalone --nproc-per-node 8 recipes/generate_ep.py --model /models/kimi-k3 --tp 8 --backend nccl
@@ -64,7 +64,7 @@ def main() -> None:
     megabytes = model.checkpoint_source.bytes_read / 1e6
     log.info("process %d, group %d of %d, read %.1f MB", os.getpid(), dp.get_local_rank(), dp.size(), megabytes)
 
-    prompts = PROMPTS if args.prompts is None else args.prompts.read_text().splitlines()
+    prompts = PROMPTS if args.prompts is None else [p for p in args.prompts.read_text().splitlines() if p.strip()]
     mine, began = range(dp.get_local_rank(), len(prompts), dp.size()), time.perf_counter()
     params = [
         SamplingParams(max_new_tokens=args.max_new_tokens, temperature=args.temperature, seed=args.seed + index)

@@ -10,8 +10,8 @@ rank; the copies travel while the steps go on. Then as many steps again. Two hos
         recipes/replicate_experts.py --model /models/kimi-k3 --spare 8
 
 Rank 0 prints one JSON object: load of the busiest rank over the mean, of the worst layer, before and after, by counts of
-the tokens that ran then; milliseconds of the steps before, during and after the change; copies that travelled. Without
---model it runs the bundled demo model.
+the tokens that ran then (rank_load); the same of the rows that the ranks received, over all layers (rows); milliseconds of
+the steps before, during and after the change; copies that travelled. Without --model it runs the bundled demo model.
 """
 
 import argparse
@@ -26,7 +26,7 @@ import torch.distributed as dist
 import kimi_k3
 from kimi_k3 import KimiK3ForCausalLM, KimiK3Generator, SamplingParams
 from kimi_k3.parallel import log_of_rank, make_mesh, start, use_placement
-from kimi_k3.parallel.expert_parallel import expert_layers
+from kimi_k3.parallel.expert_parallel import GROUP, ROWS_RECEIVED, expert_layers
 from kimi_k3.parallel.placement import ExpertPlacement
 
 DEMO = Path(kimi_k3.__file__).parent / "demo"
@@ -40,6 +40,12 @@ def step_ms(gen: KimiK3Generator, is_over) -> list[float]:
         gen.step()
         times.append(1e3 * (time.perf_counter() - began))
     return times
+
+
+def busiest_over_mean(rows: int, device: torch.device) -> float:
+    all_rows = [torch.zeros(1, device=device) for _ in range(dist.get_world_size())]
+    dist.all_gather(all_rows, torch.tensor([float(rows)], device=device))
+    return float(torch.cat(all_rows).max() / torch.cat(all_rows).mean())
 
 
 def main() -> None:
@@ -73,15 +79,19 @@ def main() -> None:
             gen.add([40 + row % 2] * 8, endless)
         gen.count_experts()
         step_ms(gen, lambda steps: steps == 5)  # first calls of everything
+        rows = ROWS_RECEIVED[GROUP]
         before = step_ms(gen, lambda steps: steps == args.steps)
+        rows_before = busiest_over_mean(ROWS_RECEIVED[GROUP] - rows, device)
         loads, old = gen.expert_counts().numpy(), model.expert_placement
         plan = ExpertPlacement.balanced(loads, previous=old, active_slots=experts + ranks * args.spare // 2)
         gen.replace_experts(plan, deadline_s=args.deadline)
         during = step_ms(gen, lambda _: not gen.stats()["expert_changes"]["is_running"])
         gen.count_experts()
+        rows = ROWS_RECEIVED[GROUP]
         after = step_ms(gen, lambda steps: steps == args.steps)
+        rows_after = busiest_over_mean(ROWS_RECEIVED[GROUP] - rows, device)
         now, changes = gen.expert_counts().numpy(), gen.stats()["expert_changes"]
-    moved = torch.tensor(changes["moved"])
+    moved = torch.tensor(changes["moved"], device=device)
     dist.all_reduce(moved)
     log.info("received %d copies; %s", changes["moved"], changes["last_error"] or "complete")
     if dist.get_rank() == 0:
@@ -91,6 +101,7 @@ def main() -> None:
             "completed": bool(changes["completed"]), "change_s": changes["last_completed"].get("seconds"),
             "rank_load_before": float(old.imbalance(loads).max()),
             "rank_load_after": float(model.expert_placement.imbalance(now).max()),
+            "rows_before": rows_before, "rows_after": rows_after,
             "steps_during": len(during), "median_ms_before": median, "longest_ms_before": max(before),
             "median_ms_during": statistics.median(during), "longest_ms_during": max(during),
             "median_ms_after": statistics.median(after), "longest_before_over_median": max(before) / median,

@@ -45,7 +45,7 @@ VALIDATION = Path(__file__).with_name("simulate_cluster_validation.json")
 LAYERS, EXPERTS, TOPK, EXPERT_BYTES, EXPERT_PARAMETERS = 92, 896, 16, 17_547_264, 33_030_144
 TRUNK_BYTES = {1: 114_404_258_816, 8: 25_144_323_072}  # by tp
 STATE_BYTES, LATENT_BYTES = 434_110_464, 27_648  # of a sequence, of a token
-DISPATCH_BYTES, COMBINE_BYTES = 3_696, 7_168  # of a row: MXFP8 out, bfloat16 back
+DISPATCH_BYTES, COMBINE_BYTES = 3_696, 7_168  # of a row: MXFP8 out (bfloat16 in what runs today), bfloat16 back
 
 
 class Device(NamedTuple):

@@ -44,23 +44,26 @@ class ExpertChanges:
         return self._transfer is not None
 
     def start(self, plan: ExpertPlacement, deadline_s: float) -> None:
-        from kimi_k3.parallel.replication import Transfer, check_placement
+        from kimi_k3.parallel.replication import Transfer, check_placement, is_changing
 
         now: ExpertPlacement | None = getattr(self._model, "expert_placement", None)
         if now is None:
             raise ValueError(
                 "replace_experts: want a model whose slots are settled: call use_placement(model, plan) first"
             )
-        if deadline_s <= 0:
-            raise ValueError(f"replace_experts: want deadline_s > 0, got {deadline_s}")
-        if self.is_running:
+        if is_changing(self._model):
             raise ValueError(
                 "replace_experts: a change is under way: step until stats()['expert_changes']['is_running'] is False"
             )
-        digest = hashlib.sha256(plan.slots.tobytes() + plan.is_active.tobytes()).digest()
+        deadline = repr(float(deadline_s)).encode()
+        digest = hashlib.sha256(plan.slots.tobytes() + plan.is_active.tobytes() + deadline).digest()
         mine = int.from_bytes(digest[:7], "little")
         if self._agreement.least([mine, -mine]) != [mine, -mine]:
-            raise ValueError("replace_experts: want the same placement on every rank, got different ones")
+            raise ValueError(
+                "replace_experts: want the same placement on every rank and the same deadline_s, got different ones"
+            )
+        if not deadline_s > 0:  # after the ranks agreed on it, so that none waits for one that was refused
+            raise ValueError(f"replace_experts: want deadline_s > 0, got {deadline_s}")
         check_placement(self._model, plan)
         if plan.capacity != now.capacity:
             raise ValueError(f"replace_experts: want a capacity of {now.capacity}, as in use, got {plan.capacity}")
@@ -70,12 +73,16 @@ class ExpertChanges:
         self._deadline = self._began + deadline_s
         self._plan = plan
         self._transfer = Transfer(self._model, now, plan, self._group, self._deadline)
+        self._model.expert_transfer = self._transfer
 
-    def at_step_boundary(self, step: int) -> None:
-        """Switch the layers that every rank has staged; end the change when it is complete, late or broken anywhere."""
+    def at_step_boundary(self, step: int) -> bool:
+        """Switch the layers that every rank has staged; end the change when it is complete, late or broken anywhere.
+
+        Returns: whether it ended now.
+        """
         transfer = self._transfer
         if transfer is None:
-            return
+            return False
         assert self._plan is not None
         is_sound_here, is_late = transfer.error is None, time.monotonic() > self._deadline
         mine = [transfer.num_ready, int(is_sound_here), int(not is_late)]
@@ -84,7 +91,7 @@ class ExpertChanges:
         if ready == self._plan.num_layers:
             now = time.monotonic()
             self.last_completed = {"step": step, "at": time.time(), "seconds": now - self._began}
-            self._end("completed", self._plan)
+            self._end("completed")
         elif not is_sound or not is_timely:
             self.last_error = (
                 f"change of experts given up at step {step}, {ready} of {self._plan.num_layers} layers switched: "
@@ -92,18 +99,20 @@ class ExpertChanges:
             )
             log.warning(self.last_error)
             self._group = None  # its ranks may wait for each other until the deadline; the next change gets its own
-            self._end("overdue" if not is_timely else "failed", transfer.placement())
+            self._end("overdue" if not is_timely else "failed")
+        return not self.is_running
 
-    def _end(self, result: str, placement: ExpertPlacement) -> None:
-        assert self._transfer is not None
-        self._model.expert_placement = placement
+    def _end(self, result: str) -> None:
         self.counts[result] += 1
-        self.moved += self._transfer.copied
         self.close()
 
     def close(self) -> None:
+        """End what is under way between two steps: layers that have switched stay so, and the model's placement says so."""
         if self._transfer is not None:
             self._transfer.stop()
+            self._model.expert_placement = self._transfer.placement()
+            self._model.expert_transfer = None
+            self.moved += self._transfer.copied
         self._transfer = None
 
     def stats(self) -> dict[str, Any]:

@@ -48,7 +48,7 @@ class ExpertCounts:
         )
 
     def record(self, path: str | Path | None) -> None:
-        """Write what follows to `path`, or no more."""
+        """Write what follows to `path`, or no more; ranks that run the same requests need one file."""
         if self._trace is not None:
             self._trace.close()
         self._trace = None if path is None else TraceWriter(path)

@@ -7,8 +7,8 @@ import hashlib
 import json
 import threading
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 LOOK_PAST = 64  # requests in line beyond the free seats that a step considers
 LOOK_UP_FIRST = 8  # so many in line are looked up in the cache in every step in which it has changed
+KEPT_LATENCIES = 4096  # of each kind, for `stats`
 MAX_LEADERS = 2  # a request waits for so many others' prefills, then computes its prefix itself
 
 
@@ -63,8 +64,9 @@ class KimiK3Generator:
             scores once more; 0: never. It orders reads ahead and eviction; attention reads every block all the same.
         snapshots: "bf16" keeps the states of the prefix cache and of parked requests in half the bytes, rounded: what
             follows a hit then differs within bf16's error. Live states stay float32.
-        cuda_graphs: on a GPU, unless the model is sharded or offloaded, replay recorded decode steps. (It has not run on a
-            GPU yet: all but the recording itself is tested on a CPU.)
+        cuda_graphs: on a GPU, unless the model is sharded or offloaded, replay recorded decode steps; where one cannot be
+            recorded it warns and runs them plainly from then on. (It has not run on a GPU yet: all but the recording itself
+            is tested on a CPU.)
     """
 
     def __init__(
@@ -111,8 +113,8 @@ class KimiK3Generator:
         )  # fmt: skip
         self.pools, self.pool, self.index = self.memory.pools, self.memory.pool, self.memory.index
         self.tiers = self.memory.tiers
-        self.runner = Runner(model, self.pool, self.pools, heat_every)
-        is_whole = self.agreement.size == 1 and all(p.device == model.device for p in model.parameters())
+        self.runner = Runner(model, self.pool, self.pools, heat_every, self.counts)
+        is_whole = self.agreement.all is None and all(p.device == model.device for p in model.parameters())
         if cuda_graphs and model.device.type == "cuda" and is_whole:
             self.runner.graphs = DecodeGraphs(model, self.pools, CudaRecorder())
         self._was_invariant = model.model.is_batch_invariant
@@ -122,14 +124,16 @@ class KimiK3Generator:
 
         self._expert_budget = 0.0
         self._next_rid = 0
-        self._finished_outputs: list[RequestOutput] = []
+        self._outputs: list[RequestOutput] = []  # that no step has returned yet
         self._results: dict[int, GenerationResult] = {}
         self._listeners: dict[int, list[RequestOutput]] = {}
         self._lock = threading.RLock()
         self._is_closed = False
         self.num_steps = 0
         self._step_seconds = self._forward_seconds = 0.0
-        self._latencies: dict[str, list[float]] = {"first_token_s": [], "between_tokens_s": []}
+        self._latencies: dict[str, deque[float]] = {
+            name: deque(maxlen=KEPT_LATENCIES) for name in ("first_token_s", "between_tokens_s")
+        }
 
     # Requests in.
 
@@ -207,31 +211,35 @@ class KimiK3Generator:
 
     @torch.no_grad()
     def step(self) -> list[RequestOutput]:
-        """Run one forward. Returns what each request gained, the finished and failed ones included."""
+        """Run one forward. Returns what each request gained, the finished and failed ones included.
+
+        After an exception of the forward the requests that took part wait again and lose no token; outputs come with the
+        next step.
+        """
         with self._lock:
             self._refuse_if_closed()
             started = time.perf_counter()
-            self.expert_changes.at_step_boundary(self.num_steps)
+            has_changed = self.expert_changes.at_step_boundary(self.num_steps)
+            if has_changed and self.runner.experts is not None and self.runner.experts.share_MEW is not None:
+                self.runner.experts.follow(self.model.expert_placement)  # type: ignore[arg-type]
             timed = [r for r in self._requests.values() if r.deadline < float("inf")]
             is_late = self.agreement.most([int(r.deadline < time.monotonic()) for r in timed])
             for request in [r for r, late in zip(timed, is_late) if late]:
                 self._finish(request, "timeout", is_published=False)
-            outputs, self._finished_outputs = self._finished_outputs, []
             if self._requests:
-                outputs += self._run_scheduled()
-                more, self._finished_outputs = self._finished_outputs, []
-                outputs += more
+                self._run_scheduled()
                 self.num_steps += 1
             elif self.others is not None:
                 self._forward([])
                 self.num_steps += 1
             self._step_seconds += time.perf_counter() - started
+            outputs, self._outputs = self._outputs, []
             for output in outputs:
                 if output.rid in self._listeners:
                     self._listeners[output.rid].append(output)
             return outputs
 
-    def _run_scheduled(self) -> list[RequestOutput]:
+    def _run_scheduled(self) -> None:
         if self.tiers is not None:
             self.tiers.poll(self._requests.values())
         decision_started = time.perf_counter()
@@ -253,30 +261,36 @@ class KimiK3Generator:
         if self.tiers is not None:
             for rid in plan.prefetch:
                 self.tiers.prefetch(self._requests[rid])
-        prepared = [self._prepare(self._requests[rid], count) for rid, count in plan.run]
-        pieces = [piece for piece in prepared if piece is not None]
-        if self.tiers is not None and self.others is None and not pieces:
-            self.tiers.pause(self._requests.values())
-        repeats = [p for p in pieces if p.tokens == 0]
-        pieces = self.memory.with_exports([p for p in pieces if p.tokens])
-        outputs = self._forward(pieces)
-        if repeats:
-            hidden_RD = torch.stack([p.request.hidden for p in repeats if p.request.hidden is not None])
-            outputs += self._sample([p.request for p in repeats], self.model.head_logits(hidden_RD))
-            for piece in repeats:
-                piece.request.hidden = None
-        return outputs
+        taking_part = [self._requests[rid] for rid, _ in plan.run]
+        try:
+            prepared = [self._prepare(self._requests[rid], count) for rid, count in plan.run]
+            pieces = [piece for piece in prepared if piece is not None]
+            if self.tiers is not None and self.others is None and not pieces:
+                self.tiers.pause(self._requests.values())
+            repeats = [p for p in pieces if p.tokens == 0]
+            self._forward(self.memory.with_exports([p for p in pieces if p.tokens]))
+            if repeats:
+                hidden_RD = torch.stack([p.request.hidden for p in repeats if p.request.hidden is not None])
+                self._sample([p.request for p in repeats], self.model.head_logits(hidden_RD))
+                for piece in repeats:
+                    piece.request.hidden = None
+        except BaseException:  # states may be half advanced, exports unwritten
+            for request in taking_part:
+                if request.rid in self._requests:
+                    self.memory.take_back(request)
+            self.counts["failed_steps"] += 1
+            raise
 
-    def _forward(self, pieces: list[Piece]) -> list[RequestOutput]:
+    def _forward(self, pieces: list[Piece]) -> None:
         with self.agreement.naming("a collective of the forward pass"):
             if self.others is not None:
                 self.others.step(bool(pieces), bool(self._requests))
             if not pieces:
-                return []
+                return
             forward_started = time.perf_counter()
             hidden_RD, logits_RV = self.runner.run(pieces)
             self._forward_seconds += time.perf_counter() - forward_started
-        return self._commit(pieces, hidden_RD, logits_RV)
+        self._commit(pieces, hidden_RD, logits_RV)
 
     def _next_in_line(self, running: list[Request]) -> list[Request]:
         """Those who wait and can be of interest now: as many as there are seats, and some more for those held back."""
@@ -363,7 +377,7 @@ class KimiK3Generator:
 
     # After the forward.
 
-    def _commit(self, pieces: list[Piece], hidden_RD: Tensor, logits_RV: Tensor) -> list[RequestOutput]:
+    def _commit(self, pieces: list[Piece], hidden_RD: Tensor, logits_RV: Tensor) -> None:
         sampled, row = [], 0
         for request, count, _ in pieces:
             self.counts["decode_tokens" if request.is_decoding else "prefill_tokens"] += count
@@ -378,26 +392,24 @@ class KimiK3Generator:
                         snapshot.hidden = hidden_RD[row].clone()
                 sampled.append(request)
                 row += 1
-        outputs = self._sample(sampled, logits_RV)
+        self._sample(sampled, logits_RV)
         for request, _, _ in pieces:
             if request.rid in self._requests and request.is_running:
                 self.memory.keep_decode_state(request)
-        return outputs
 
-    def _sample(self, requests: list[Request], logits_RV: Tensor) -> list[RequestOutput]:
+    def _sample(self, requests: list[Request], logits_RV: Tensor) -> None:
         """Choose each row's next token by its own parameters alone."""
         if not requests:
-            return []
+            return
         is_plain = [_is_plain_greedy(request.params) for request in requests]
         best, tokens = logits_RV.max(-1) if any(is_plain) else (logits_RV.amax(-1), logits_RV.new_empty(0))
         is_finite, greedy = torch.isfinite(best).tolist(), tokens.tolist()
-        outputs = []
         for row, request in enumerate(requests):
             params, logits_V = request.params, logits_RV[row]
             is_first_time = not request.has_prefilled
             try:
                 if params.logits_processor is not None:
-                    logits_V = params.logits_processor(list(request.tokens), logits_V)
+                    logits_V = _processed(params.logits_processor, request.tokens, logits_V)
                 if params.has_penalties:
                     logits_V = penalize(logits_V, params, request.prompt, request.generated)
                 if not is_finite[row]:
@@ -406,20 +418,22 @@ class KimiK3Generator:
                     token = greedy[row]
                 else:
                     token = sample(logits_V, params, request.seed, len(request.generated))
+            except _HookError as error:
+                self._fail(request, f"logits_processor: {error}")
+                continue
             except FloatingPointError as error:
                 self._fail(request, str(error))
                 self.memory.distrust(request)
                 continue
-            except Exception as error:  # a caller's hook must not end the others
-                self._fail(request, f"logits_processor: {type(error).__name__}: {error}")
+            except Exception as error:  # what is wrong with one row must not end the others
+                self._fail(request, f"sampling: {type(error).__name__}: {error}")
                 continue
             request.has_prefilled = True
             if is_first_time or request.saved:
                 self.memory.publish(request)
-            outputs.append(self._take(request, token, logits_V))
-        return outputs
+            self._take(request, token, logits_V)
 
-    def _take(self, request: Request, token: int, logits_V: Tensor) -> RequestOutput:
+    def _take(self, request: Request, token: int, logits_V: Tensor) -> None:
         now = time.monotonic()
         if not request.first_token_at:
             request.first_token_at = now
@@ -430,6 +444,7 @@ class KimiK3Generator:
         request.tokens.append(token)
         self.counts["generated_tokens"] += 1
         output = RequestOutput(request.rid, [token])
+        self._outputs.append(output)
         if request.params.logprobs is not None:
             output.logprobs = [_logprobs(logits_V, token, request.params.logprobs)]
             request.logprobs += output.logprobs
@@ -447,7 +462,6 @@ class KimiK3Generator:
             self._finish(request, reason, is_published=True, is_announced=False)
         else:
             request.text += output.text
-        return output
 
     def _fail(self, request: Request, error: str) -> None:
         """A request that went wrong leaves nothing behind: what it wrote and nobody else reads is zeroed."""
@@ -479,7 +493,7 @@ class KimiK3Generator:
         )  # fmt: skip
         del self._requests[request.rid]
         if is_announced:
-            self._finished_outputs.append(RequestOutput(request.rid, [], finish_reason=reason, error=request.error))
+            self._outputs.append(RequestOutput(request.rid, [], finish_reason=reason, error=request.error))
 
     # Whole requests.
 
@@ -510,7 +524,7 @@ class KimiK3Generator:
 
     def has_unfinished(self) -> bool:
         """Whether `step` has something to do or to tell; with data_parallel, for any group at the last step."""
-        return bool(self._requests or self._finished_outputs) or self._are_others_busy()
+        return bool(self._requests or self._outputs) or self._are_others_busy()
 
     def _are_others_busy(self) -> bool:
         return self.others is not None and self.others.is_busy
@@ -568,7 +582,7 @@ class KimiK3Generator:
             self.abort(rid)
             del self._listeners[rid]
             self._results.pop(rid, None)
-            self._finished_outputs = [o for o in self._finished_outputs if o.rid != rid]
+            self._outputs = [o for o in self._outputs if o.rid != rid]
 
     def close(self) -> None:
         """Abort what runs, write what is kept to the tiers that outlive the process, and free the memory."""
@@ -622,7 +636,7 @@ class KimiK3Generator:
                 "forward_seconds": self._forward_seconds, **self.counts,
             }  # fmt: skip
             for name, values in self._latencies.items():
-                recent = sorted(values[-4096:])
+                recent = sorted(values)
                 if recent:
                     out[name] = {q: recent[min(len(recent) - 1, int(len(recent) * q / 100))] for q in (50, 95, 99)}
             if self.tiers is not None:
@@ -667,7 +681,8 @@ class KimiK3Generator:
         """Follow which experts each request chooses of late, and admit none that would overload a worker.
 
         Args:
-            placement: which worker holds which experts; None: no more of it.
+            placement: which worker holds which experts, until a change by `replace_experts` ends: then as it left them;
+                None: no more of it.
             budget: choices a layer and a step that the busiest worker may get by prediction; 0: follow only. A step in
                 which those that run exceed it is counted as `overloaded_steps`. (All workers together get a choice for
                 each expert per token of each token.)
@@ -702,9 +717,10 @@ class KimiK3Generator:
 
         Copies travel in the background, and each layer switches at a step boundary, at the same step on every rank. No
         output changes. `stats()["expert_changes"]` and `prometheus` tell when it completed; one that fails or has not
-        completed after `deadline_s` seconds is given up and counted: layers not yet switched stay as they were.
+        completed after `deadline_s` seconds is given up and counted: layers not yet switched stay as they were. So that
+        steps keep links and cores, at most 0.8 GB/s travel to or from a rank: give large moves a longer deadline.
         `model.expert_placement` is the placement in use.
-        Raises: ValueError if it does not fit, differs between ranks, or another change is under way.
+        Raises: ValueError if it does not fit, it or deadline_s differs between ranks, or another change is under way.
         """
         with self._lock:
             self._refuse_if_closed()
@@ -712,13 +728,23 @@ class KimiK3Generator:
 
     def record_trace(self, path: str | Path | None) -> None:
         """Write the experts of each following forward's tokens to `path`, in the form of `kimi_k3.parallel.traces`; None:
-        no more. Counts experts too.
+        no more. Counts experts too. One rank writes where several run the same requests. With data_parallel each group
+        writes its own, its number before the ending: routing.dp0.jsonl, routing.dp1.jsonl, ...
         """
         with self._lock:
             if self.runner.experts is None and path is not None:
                 self.count_experts()
             if self.runner.experts is not None:
-                self.runner.experts.record(path)
+                self.runner.experts.record(self._own_trace(path))
+
+    def _own_trace(self, path: str | Path | None) -> Path | None:
+        """The file that this rank writes, if any: the first rank of those that run the same requests does."""
+        if path is None:
+            return None
+        if self.others is None:
+            return Path(path) if self.agreement.all is None or self.agreement.all.rank() == 0 else None
+        own = Path(path).with_stem(f"{Path(path).stem}.dp{self.others.group}")
+        return own if self.agreement.tp_rank == 0 else None
 
     # Set-up.
 
@@ -762,6 +788,22 @@ class KimiK3Generator:
 
 def _is_plain_greedy(params: SamplingParams) -> bool:
     return params.temperature == 0 and not params.has_penalties and params.logits_processor is None
+
+
+class _HookError(Exception):
+    """A caller's logits hook raised, or gave something else than logits [V]."""
+
+
+def _processed(hook: Callable[[list[int], Tensor], Tensor], tokens: list[int], logits_V: Tensor) -> Tensor:
+    """What a logits hook makes of a row."""
+    try:
+        out = hook(list(tokens), logits_V)
+    except Exception as error:
+        raise _HookError(f"{type(error).__name__}: {error}") from error
+    if not isinstance(out, Tensor) or out.shape != logits_V.shape or not out.is_floating_point():
+        given = f"{out.dtype} {list(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
+        raise _HookError(f"want floating-point logits {list(logits_V.shape)} from it, got {given}")
+    return out
 
 
 def _logprobs(logits_V: Tensor, token: int, count: int) -> TokenLogprobs:

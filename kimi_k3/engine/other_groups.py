@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 class OtherGroups:
     """Of `model.mesh`, whose "dp" ranks hold the groups. All ranks step equally often.
 
+    group: the number of this rank's, from 0.
     is_busy: whether any group had requests at the last step; True until the first one.
     Raises: ValueError for a model whose experts are not on "ep".
     """
@@ -31,6 +32,7 @@ class OtherGroups:
             )
         self.model, self.device, self.is_busy = model, model.device, True
         self._dp: dist.ProcessGroup = mesh["dp"].get_group()
+        self.group = self._dp.rank()
 
     def step(self, has_tokens: bool, has_requests: bool) -> None:
         """Before this group's forward, if it has one; without, take part in the others' with no tokens."""

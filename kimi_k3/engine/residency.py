@@ -271,6 +271,10 @@ class Residency:
             request.is_parked = True
         if not self.publish(request):
             self.clear(request)
+        self.take_back(request)
+
+    def take_back(self, request: Request) -> None:
+        """Back to waiting without what it has not published: it goes on from what the index holds."""
         self.release(request)
         request.done, request.reuse_version = 0, -1
         request.asked_positions.clear()

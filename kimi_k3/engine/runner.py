@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -52,14 +54,13 @@ class CudaRecorder:
             function()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-                outputs = function()
-        except RuntimeError as error:
-            raise RuntimeError(
-                "a decode step cannot be recorded as a CUDA graph; cuda_graphs=False runs it plainly"
-            ) from error
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+            outputs = function()
         return graph.replay, outputs
+
+
+class RecordingError(Exception):
+    """A decode step could not be recorded. No sequence has moved."""
 
 
 def bucket(count: int) -> int:
@@ -79,11 +80,17 @@ class DecodeGraphs:
         self._steps: dict[tuple[int, int], tuple[Tensor, PackedBatch, Callable[[], None], Outputs]] = {}
 
     def run(self, ids_N: Tensor, batch: PackedBatch) -> Outputs:
-        """What the model gives for one token of each sequence. The outputs are valid until the next call."""
+        """What the model gives for one token of each sequence. The outputs are valid until the next call.
+
+        Raises: RecordingError.
+        """
         (count, width), size = batch.block_tables.shape, self.pools.layout.block_size
         key = bucket(count), 1 << (width - 1).bit_length()
         if key not in self._steps:
-            self._steps[key] = self._record(*key)
+            try:
+                self._steps[key] = self._record(*key)
+            except Exception as error:
+                raise RecordingError(f"{key[0]} rows, {key[1]} blocks: {type(error).__name__}: {error}") from error
         ids, static, replay, (running_sum, bank, router_logits) = self._steps[key]
         scrap = self.pools.scrap_block
         fillers = {"read_slots": -1, "write_slots": -1, "past_lens": 0, "kv_lens": 1, "block_tables": scrap,
@@ -129,14 +136,19 @@ class Runner:
     Args:
         heat_every: after so many steps of decoding alone one records each block's share of the attention, the mean over
             heads and MLA layers, into `Request.heat`, a decaying average; 0: never.
-    graphs: set where decode steps are recorded and replayed; None: every step is launched anew.
+        counts: where "failed_recordings" are counted.
+    graphs: set where decode steps are recorded and replayed; None: every step is launched anew, as after a recording that
+        failed.
     """
 
-    def __init__(self, model: KimiK3ForCausalLM, pool: PagePool, pools: DevicePools, heat_every: int = 0) -> None:
+    def __init__(
+        self, model: KimiK3ForCausalLM, pool: PagePool, pools: DevicePools, heat_every: int, counts: Counter[str]
+    ) -> None:  # fmt: skip
         self.model, self.pool, self.pools = model, pool, pools
         self.block_size, self.device = pools.layout.block_size, model.device
         self.experts: ExpertCounts | None = None  # where they are counted
         self.heat_every, self._steps_to_heat = heat_every, heat_every
+        self.counts = counts
         self.graphs: DecodeGraphs | None = None
 
     @torch.no_grad()
@@ -146,15 +158,19 @@ class Runner:
         """
         model = self.model.model
         batch = self._batch(pieces)
-        if self.heat_every and all(piece.tokens == 1 for piece in pieces):
+        is_by_token = batch.is_decode or model.is_batch_invariant  # MLA records in the form that it uses there
+        if self.heat_every and is_by_token and all(piece.tokens == 1 for piece in pieces):
             self._steps_to_heat -= 1
             if self._steps_to_heat == 0:
                 batch = batch._replace(block_mass=torch.zeros(batch.block_tables.shape, device=self.device))
         has_images = any(r.embeds is not None and r.done < len(r.prompt) for r, _, _ in pieces)
+        outputs = None
         if self.graphs is not None and batch.is_decode and batch.block_mass is None and not has_images:
-            running_sum, bank, router_logits = self.graphs.run(self._ids(pieces), batch)
-        else:
+            outputs = self._replayed(self.graphs, pieces, batch)
+        if outputs is None:
             running_sum, bank, _, router_logits = model(self._embeds(pieces), batch, self.pools.pools)
+        else:
+            running_sum, bank, router_logits = outputs
         if self.experts is not None:
             self.experts.add(router_logits, [(piece.request, piece.tokens) for piece in pieces])
         if batch.block_mass is not None:
@@ -167,6 +183,18 @@ class Runner:
         rows = torch.tensor(ends, dtype=torch.int64, device=self.device)
         hidden_RD = model.final_hidden(running_sum[rows], bank[:, rows])
         return hidden_RD, self.model.head_logits(hidden_RD)
+
+    def _replayed(self, graphs: DecodeGraphs, pieces: list[Piece], batch: PackedBatch) -> Outputs | None:
+        """None where the step cannot be recorded: from then on none is."""
+        try:
+            return graphs.run(self._ids(pieces), batch)
+        except RecordingError as error:
+            self.counts["failed_recordings"] += 1
+            self.graphs = None
+            warnings.warn(
+                f"decode steps run without CUDA graphs from now on: recording failed at {error}", stacklevel=2
+            )
+            return None
 
     def _keep_heat(self, pieces: list[Piece], mass_NB: Tensor) -> None:
         self._steps_to_heat = self.heat_every

@@ -4,6 +4,8 @@
 group each rank owns a shard of the tokens, gathers all of them before attention and before a dense MLP or the shared
 experts, and reduce-scatters the partial sums after; routed experts take latents over all `ep` ranks. AttnRes, norms, the
 router and the latent projections work on the shard and send nothing.
+
+What runs today differs, and `DIFFERS` says so beside the numbers: the plan is of what the network must carry at least.
 """
 
 from __future__ import annotations
@@ -24,6 +26,13 @@ STATE_SLOTS = 2
 CONTEXTS = (8_192, 32_768, 131_072, 1_048_576)
 # Each rank sends the best of its share of the vocabulary instead of its logits: id and logit, 8 bytes.
 HEAD_CANDIDATES = 64
+# From the plan's flow, in what `kimi_k3.parallel` runs.
+DIFFERS = (
+    "tp ranks hold all tokens, not a shard: one all_reduce (embedding, attention, dense MLP, shared experts) stands for "
+    "each reduce_scatter and the all_gather after it, and the routed latents are gathered over tp",
+    "dispatch sends latents in the model's dtype, not MXFP8, and an int64 slot with each",
+    "the head gathers all logits, not candidates",
+)
 
 
 class Collective(NamedTuple):
@@ -199,6 +208,7 @@ class ClusterPlan:
         unpacked = self.moe_layers * 2 * text.num_experts_per_token * text.routed_expert_hidden_size * ACTIVATION_BYTES
         return {
             "collectives": [one._asdict() for one in self.collectives()],
+            "differs_today": list(DIFFERS),
             "collectives_per_step": sum(one.calls for one in self.collectives()),
             "bytes_per_token": totals,
             "bytes_per_token_ep_in_bfloat16": unpacked,
@@ -232,6 +242,7 @@ class ClusterPlan:
         lines.append(
             f"a token             {per_token['tp']:,} bytes to each rank of its group, {per_token['ep']:,} over ep"
         )
+        lines += [f"{'today' if i == 0 else '':<20}{text}" for i, text in enumerate(DIFFERS)]
         lines.append("")
         lines.append(
             f"{'copies of experts':<20}{'slots a layer':>14}{'routed bytes a rank':>22}  fits beside the batch"

@@ -24,8 +24,9 @@ STALE_SECONDS = 5.0
 class CollectiveError(RuntimeError):
     """A collective that failed or timed out: which rank says so, the collective's name, and the ranks that are missing.
 
-    missing: ranks of the whole process group that have not reported a failure too: stopped, dead or elsewhere. None where
-        the store that ranks report to does not answer.
+    missing: ranks of the whole process group that have not reported a failure too: stopped, dead or elsewhere. After a
+        closed connection, which is noticed at once, also those that wait for healthy ranks: the dead one is among them.
+        None where the store that ranks report to does not answer.
     """
 
     missing: list[int] | None = None
@@ -51,8 +52,10 @@ def named(what: str, group: dist.ProcessGroup, *, only_collectives: bool = False
         missing, elsewhere = _missing_ranks(what, seconds, GRACE_AFTER_TIMEOUT if is_timeout else GRACE_AFTER_CLOSE)
         if missing is None:
             who = "the store does not answer, so who is missing is unknown"
-        elif missing:
+        elif missing and is_timeout:
             who = f"missing: rank {', '.join(map(str, missing))} (stopped, dead, or not in a collective)"
+        elif missing:  # a rank without a connection to the one that died learns of it only when its own collective ends
+            who = f"not heard from: rank {', '.join(map(str, missing))} (dead, or not touched by the closed connection yet)"
         else:
             who = "no rank is missing"
         places = "".join(f"; rank {rank} failed in: {where}" for rank, where in elsewhere.items())

@@ -16,6 +16,7 @@ tables, behind one opaque op that looks its group up when it runs: a new placeme
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -50,6 +51,8 @@ class ExpertGroup(NamedTuple):
 # What the op looks up when it runs: graphs know the name alone, so that a re-formed group needs no new graph.
 _GROUPS: dict[str, ExpertGroup] = {}
 GROUP = "experts"
+# By name of the group: rows that this rank's experts computed for all ranks, over all layers, since the start.
+ROWS_RECEIVED: Counter[str] = Counter()
 
 
 def set_group(group: ExpertGroup, name: str = GROUP) -> None:
@@ -97,11 +100,12 @@ def tables_from_slots(
     return Tables(ranks, torch.where(slots < 0, -1, slots % capacity), num_active.long())
 
 
-def _dispatch_plan(topk_ids: Tensor, tables: Tables, size: int) -> tuple[Tensor, Tensor, Tensor]:
+def _dispatch_plan(topk_ids: Tensor, tables: Tables, rank: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
     """The flattened choices in the order of their ranks, the slot of each in that order, and how many go to each rank."""
     ids = topk_ids.flatten().long()
-    # Copies of an expert take turns by the token's place: evenly, and known without messages.
-    turn = torch.arange(ids.shape[0], device=ids.device) // max(1, topk_ids.shape[1]) % tables.num_active[ids]
+    # Copies of an expert take turns by the token's place and the rank, which may have a single token: evenly, and known
+    # without messages.
+    turn = (torch.arange(ids.shape[0], device=ids.device) // max(1, topk_ids.shape[1]) + rank) % tables.num_active[ids]
     ranks, slots = tables.copy_ranks[ids, turn], tables.copy_slots[ids, turn]
     order = torch.argsort(ranks, stable=True)
     return order, slots[order], torch.bincount(ranks, minlength=size)
@@ -148,8 +152,9 @@ def _experts_over_ranks(
     ep, tp = exchange = _GROUPS[group]
     first, last, _ = exchange.my_rows(latent.shape[0])
     x, ids, factors = latent[first:last], topk_ids[first:last], topk_weights[first:last]
-    order, slots, counts = _dispatch_plan(ids, Tables(copy_ranks, copy_slots, num_active), ep.size())
+    order, slots, counts = _dispatch_plan(ids, Tables(copy_ranks, copy_slots, num_active), ep.rank(), ep.size())
     sent, received = _exchange_counts(counts, ep)
+    ROWS_RECEIVED[group] += sum(received)
     rows = _exchange_rows(x[order // ids.shape[1]], sent, received, ep, "dispatch of latents")
     slots = _exchange_rows(slots, sent, received, ep, "dispatch of slots")
     rows = _expert_rows(rows, slots, weights, beta, linear_beta)
@@ -240,7 +245,7 @@ def experts_with_gradient(
     if tp is not None:
         first, last, _ = exchange.my_rows(tokens)
         latent, factors, ids = _MyRows.apply(latent, exchange), _MyRows.apply(factors, exchange), ids[first:last]
-    order, slots, counts = _dispatch_plan(ids, tables, ep.size())
+    order, slots, counts = _dispatch_plan(ids, tables, ep.rank(), ep.size())
     sent, received = _exchange_counts(counts, ep)
     rows = latent[order // ids.shape[1]]
     rows = _ExchangeWithGradient.apply(rows, sent, received, ep, "dispatch of latents")

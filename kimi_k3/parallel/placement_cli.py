@@ -24,6 +24,7 @@ from kimi_k3.parallel.traces import (
 
 # Of the released model: MoE layers, and an expert as stored, 2 x [3072 x 1792 + 3072 x 112] + [3584 x 1536 + 3584 x 96].
 MOE_LAYERS, EXPERT_BYTES = 92, 17_547_264
+LEVEL_RATIO = 1.05  # busiest worker over mean that extra slots bring a known skew to
 SOURCES = ("standby", "host", "peer", "checkpoint")  # nearest first
 
 
@@ -56,8 +57,9 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     check.add_argument("--loads", default="uniform,zipf0.5,zipf0.8,zipf1.2", metavar="LOAD[,LOAD]", help=loads)
     check.add_argument("--experts", type=int, default=896, metavar="N", help="of loads that are no file")
     check.add_argument("--extra", type=int, default=128, metavar="N", help="active slots beyond one for each expert")
-    ratio = "busiest worker over mean that the plan with extra slots may have (default: %(default)s)"
-    check.add_argument("--limit", type=float, default=ACCEPTABLE_RATIO, metavar="RATIO", help=ratio)
+    usual = f"(default: {LEVEL_RATIO}; of trace files {ACCEPTABLE_RATIO})"
+    ratio = f"busiest worker over mean that the plan with extra slots may have {usual}"
+    check.add_argument("--limit", type=float, metavar="RATIO", help=ratio)
     _add_domain_size(check)
     check.add_argument("--json", action="store_true")
     check.set_defaults(run=_check)
@@ -159,20 +161,23 @@ def _explain(args: argparse.Namespace) -> int:
 # check
 
 
-def _named_loads(text: str, experts: int) -> Iterator[tuple[str, np.ndarray]]:
-    """Name and counts [L, E]. Zipf ranks are dealt to experts by a fixed shuffle: hot ones are not neighbours."""
+def _named_loads(text: str, experts: int) -> Iterator[tuple[str, np.ndarray, float]]:
+    """Name, counts [L, E], and the ratio that plans for them may have.
+
+    Zipf ranks are dealt to experts by a fixed shuffle: hot ones are not neighbours.
+    """
     for name in text.split(","):
         if name in ("uniform", "zero"):
-            yield name, np.full((1, experts), float(name == "uniform"))
+            yield name, np.full((1, experts), float(name == "uniform")), LEVEL_RATIO
         elif name.startswith("zipf"):
             try:
                 exponent = float(name.removeprefix("zipf"))
             except ValueError:
                 raise ValueError(f"--loads: want an exponent such as zipf0.8, got {name!r}") from None
             weights = np.arange(1, experts + 1, dtype=np.float64) ** -exponent
-            yield name, np.random.default_rng(0).permutation(weights)[None]
+            yield name, np.random.default_rng(0).permutation(weights)[None], LEVEL_RATIO
         elif Path(name).is_file():
-            yield Path(name).name, read_trace(name).counts().astype(np.float64)
+            yield Path(name).name, read_trace(name).counts().astype(np.float64), ACCEPTABLE_RATIO
         else:
             raise ValueError(f"--loads: want uniform, zero, zipfS or a file, got {name!r}")
 
@@ -242,11 +247,12 @@ def check_plans(loads_LE: np.ndarray, workers: int, extra: int, limit: float, do
 
 def _check(args: argparse.Namespace) -> int:
     rows = []
-    for name, loads_LE in _named_loads(args.loads, args.experts):
+    for name, loads_LE, usual in _named_loads(args.loads, args.experts):
+        limit = usual if args.limit is None else args.limit
         for workers in args.workers:
             if workers > loads_LE.shape[1]:
                 raise ValueError(f"--workers: want at most the {loads_LE.shape[1]} experts of {name}, got {workers}")
-            rows.append({"load": name} | check_plans(loads_LE, workers, args.extra, args.limit, args.domain_size))
+            rows.append({"load": name} | check_plans(loads_LE, workers, args.extra, limit, args.domain_size))
     holds = not any(row["problems"] for row in rows)
     if args.json:
         print(json.dumps({"holds": holds, "plans": rows}))
@@ -316,7 +322,7 @@ def describe_imbalance(trace: RoutingTrace, workers: int, window: int | None = N
     }  # fmt: skip
 
 
-def _replicas_to_level(counts_LE: np.ndarray, workers: int, tolerance: float = 1.05) -> int | None:
+def _replicas_to_level(counts_LE: np.ndarray, workers: int, tolerance: float = LEVEL_RATIO) -> int | None:
     """Fewest of 0, W, 2W, 4W, ... active slots a layer beyond one an expert that bring all layers within tolerance."""
     experts, open_LE, extra = counts_LE.shape[1], np.unique(counts_LE, axis=0), 0
     while experts + extra <= experts * workers:

@@ -66,6 +66,11 @@ def tables_of(plan: ExpertPlacement) -> list[Tables]:
     ]
 
 
+def is_changing(model: nn.Module) -> bool:
+    """Whether a generator has a change of the experts' placement under way."""
+    return getattr(model, "expert_transfer", None) is not None
+
+
 def use_placement(model: nn.Module, plan: ExpertPlacement) -> None:
     """Move all experts to a placement now, between two steps; every rank calls it with the same one.
 
@@ -75,8 +80,10 @@ def use_placement(model: nn.Module, plan: ExpertPlacement) -> None:
 
     Args:
         model: with routed experts on "ep".     plan: of its layers, ranks and experts.
-    Raises: ValueError if they do not fit, or the experts are being trained.
+    Raises: ValueError if they do not fit, the experts are being trained, or `replace_experts` has a change under way.
     """
+    if is_changing(model):
+        raise ValueError("use_placement: want no change of replace_experts under way: step until it ends, or close it")
     check_placement(model, plan)
     for layer, tables, slots in zip(expert_layers(model), tables_of(plan), plan.slots):
         place_experts(layer, tables, torch.from_numpy(slots))

@@ -102,6 +102,31 @@ def test_only_plain_decode_steps_are_replayed(demo):
             assert recorder.replayed <= gen.counts["decode_tokens"]
 
 
+@pytest.mark.parametrize("last", [0, 1])
+def test_a_step_that_cannot_be_recorded_runs_plainly_as_do_all_after_it(demo, last):
+    """At the first bucket, and at the second one when the first is already replayed."""
+    params = SamplingParams(max_new_tokens=40, temperature=1.0, seed=2, ignore_eos=True)
+    recorder, asked = RunAgain(), 0
+
+    def record(function):
+        nonlocal asked
+        asked += 1
+        if asked > last:
+            function()
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return recorder(function)
+
+    with KimiK3Generator(demo, **OPTIONS, prefix_cache=False) as gen:
+        plain = gen.generate(prompts(3), params)
+    with KimiK3Generator(demo, **OPTIONS, prefix_cache=False) as gen:
+        gen.runner.graphs = DecodeGraphs(demo, gen.pools, record)
+        with pytest.warns(UserWarning, match="not permitted") as warned:
+            results = gen.generate(prompts(3), params)
+        assert gen.runner.graphs is None and gen.stats()["failed_recordings"] == len(warned) == 1
+    assert [r.token_ids for r in results] == [r.token_ids for r in plain]
+    assert asked == last + 1 and (recorder.replayed > 0) == (last > 0)
+
+
 def test_buckets_hold_their_rows_and_few_more():
     assert [bucket(n) for n in (1, 2, 3, 4, 5, 8, 9, 16, 17, 63, 64)] == [1, 2, 4, 4, 8, 8, 16, 16, 24, 64, 64]
     assert all(n <= bucket(n) < n + 8 for n in range(1, 300))

@@ -133,6 +133,41 @@ def test_a_hook_that_fails_ends_its_own_request(gen):
     assert good.finish_reason == "length" and len(good.token_ids) == 6
 
 
+@pytest.mark.parametrize(
+    ("change", "given"),
+    [
+        (lambda row: row[None], "torch.float32 [1, V]"), (lambda row: row[:5], "torch.float32 [5]"),
+        (lambda row: row.long(), "torch.int64 [V]"), (lambda row: None, "NoneType"), (list, "list"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("logprobs", [None, 3])
+def test_a_hook_that_gives_no_row_of_logits_ends_its_own_request(demo, gen, change, given, logprobs):
+    hook = SamplingParams(max_new_tokens=6, logits_processor=lambda ids, row: change(row), logprobs=logprobs)
+    bad, good = gen.generate([PROMPT, PROMPT], [hook, SamplingParams(max_new_tokens=6)])
+    assert bad.finish_reason == "error" and bad.token_ids == []
+    error = bad.error.replace(str(demo.config.text_config.vocab_size), "V")
+    assert error == f"logits_processor: want floating-point logits [V] from it, got {given}"
+    assert good.finish_reason == "length" and len(good.token_ids) == 6
+
+
+def test_what_fails_after_the_hook_is_not_said_to_be_the_hook(gen, monkeypatch):
+    def broken(*_):
+        raise RuntimeError("out of range")
+
+    monkeypatch.setattr("kimi_k3.engine.generator.sample", broken)
+    many = [SamplingParams(max_new_tokens=3, logits_processor=lambda ids, row: row), SamplingParams(max_new_tokens=3)]
+    bad, good = gen.generate([PROMPT, PROMPT], many)
+    assert bad.error == "sampling: RuntimeError: out of range" and good.finish_reason == "length"
+
+
+def test_latencies_are_kept_for_a_while(demo, monkeypatch):
+    monkeypatch.setattr("kimi_k3.engine.generator.KEPT_LATENCIES", 3)
+    with KimiK3Generator(demo, max_num_seqs=2, num_blocks=20) as gen:
+        gen.generate([PROMPT] * 5, SamplingParams(max_new_tokens=4, ignore_eos=True))
+        assert {name: len(values) for name, values in gen._latencies.items()} == dict.fromkeys(gen._latencies, 3)
+        assert gen.stats()["between_tokens_s"][99] == max(gen._latencies["between_tokens_s"])
+
+
 @pytest.mark.parametrize("where", ["state", "latent"])
 def test_a_nan_ends_its_request_and_poisons_nobody(demo, gen, where):
     """In one request's past: neighbours are bitwise unchanged, and what held it is clean when it is used again."""

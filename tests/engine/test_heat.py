@@ -67,6 +67,22 @@ def test_the_heat_map_is_the_attention_of_the_recorded_steps(smooth):
 
 
 @pytest.mark.parametrize("is_invariant", [False, True])
+def test_prompts_of_one_token_wipe_no_heat(demo, is_invariant):
+    """Such a prompt leaves a state, so that its step is none of decoding alone."""
+    options = {"max_num_seqs": 4, "num_blocks": 40, "block_size": 8, "batch_invariant": is_invariant}
+    with KimiK3Generator(demo, heat_every=1, **options) as gen:
+        rid = gen.add(prompt_of(30, 0), SamplingParams(max_new_tokens=20, ignore_eos=True))
+        for i in range(12):
+            if i > 4:
+                gen.add([i], SamplingParams(max_new_tokens=2, ignore_eos=True))
+            gen.step()
+            if i > 1:
+                assert sum(gen.heat_map(rid)) == pytest.approx(1)
+        while gen.has_unfinished():
+            gen.step()
+
+
+@pytest.mark.parametrize("is_invariant", [False, True])
 def test_recording_changes_no_token_whatever_is_evicted(demo, is_invariant):
     prompts = [prompt_of(150, seed) for seed in range(6)]
     params = SamplingParams(max_new_tokens=12, temperature=1.0, seed=3, ignore_eos=True)

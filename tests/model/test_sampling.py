@@ -152,6 +152,24 @@ def test_a_tiny_temperature_is_greedy(temperature):
         assert sample(logits, SamplingParams(temperature=temperature), seed, 0) == int(logits.argmax())
 
 
+@pytest.mark.parametrize("filters", [{}, {"top_k": 30}, {"top_p": 0.75}, {"min_p": 0.5}])
+@pytest.mark.parametrize("temperature", [1e20, 1e33, 1e36, 1e38, 1.7e308])
+def test_a_huge_temperature_draws_from_all_alike(monkeypatch, temperature, filters):
+    """The scaled logits lie so close together, or underflow, that all weigh the same."""
+    logits = random_logits(0)
+    kept = 30 if filters.keys() & {"top_k", "top_p"} else 40
+    params = SamplingParams(temperature=temperature, **filters)
+    drawn = tokens_at(monkeypatch, logits, params, [(i + 0.5) / kept for i in range(kept)])
+    likely = set(logits.topk(kept).indices.tolist())
+    assert len(set(drawn)) == kept and (set(drawn) == likely or temperature > 1e37)
+
+
+@pytest.mark.parametrize("spread", [1e-45, 1e-40, 1e-36, 1e-31, 1e-29])
+def test_logits_that_differ_by_next_to_nothing_are_drawn_alike(monkeypatch, spread):
+    logits = torch.tensor([0.0, -spread, 0.0, -spread])
+    assert tokens_at(monkeypatch, logits, SamplingParams(temperature=1.0), [0.1, 0.3, 0.6, 0.9]) == [0, 2, 1, 3]
+
+
 def test_huge_logits_and_dropped_tokens_are_fine():
     logits = torch.tensor([3e38, -3e38, 3e38, -torch.inf])
     drawn = {sample(logits, SamplingParams(temperature=1.0), seed, 0) for seed in range(30)}

@@ -8,6 +8,7 @@ from ranks import run_ranks
 from kimi_k3 import KimiK3ForCausalLM, KimiK3Generator, SamplingParams
 from kimi_k3.parallel import make_mesh, use_placement
 from kimi_k3.parallel.placement import ExpertPlacement
+from kimi_k3.parallel.traces import read_trace
 
 PROMPTS = [[(7 * seed + place * place) % 250 for place in range(3 + 17 * seed)] for seed in range(7)]
 NEW, SMALL = 9, {"max_num_seqs": 2, "num_blocks": 6, "max_tokens_per_step": 64}
@@ -89,3 +90,22 @@ def test_groups_of_two_tp_ranks(plain, wide_folder):
 def test_a_mesh_without_ep_is_refused(wide_folder):
     with pytest.raises(ValueError, match="data_parallel wants a model on make_mesh"):
         KimiK3Generator(load(wide_folder), data_parallel=True)
+
+
+def traced(folder, where: str) -> None:
+    size = dist.get_world_size()
+    mesh = make_mesh(tp=2, ep=size)
+    model, group = load(folder, mesh), mesh["dp"].get_local_rank()
+    with KimiK3Generator(model, data_parallel=True, **SMALL) as gen:
+        gen.record_trace(f"{where}/own.jsonl")
+        gen.generate([PROMPTS[group]], SamplingParams(max_new_tokens=3, ignore_eos=True))
+    with KimiK3Generator(model, **SMALL) as gen:
+        gen.record_trace(f"{where}/same.jsonl")
+        gen.generate([PROMPTS[2]], SamplingParams(max_new_tokens=3, ignore_eos=True))
+
+
+def test_each_group_writes_a_trace_of_its_own_once(wide_folder, tmp_path):
+    run_ranks(4, traced, wide_folder, str(tmp_path))
+    tokens = {path.name: read_trace(path, 896).num_tokens for path in tmp_path.iterdir()}
+    wanted = [len(prompt) + 2 for prompt in PROMPTS]
+    assert tokens == {"own.dp0.jsonl": wanted[0], "own.dp1.jsonl": wanted[1], "same.jsonl": wanted[2]}

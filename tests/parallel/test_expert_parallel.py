@@ -3,6 +3,7 @@
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,10 +11,12 @@ from ranks import run_ranks
 
 import kimi_k3
 from kimi_k3 import KimiK3Config, KimiK3ForCausalLM
-from kimi_k3.parallel import make_mesh, parallelize
+from kimi_k3.layers.moe import Routing
+from kimi_k3.parallel import make_mesh, parallelize, use_placement
 from kimi_k3.parallel.collectives import CollectiveError
 from kimi_k3.parallel.expert_parallel import (
     GROUP,
+    ROWS_RECEIVED,
     InStep,
     contiguous_tables,
     count_experts,
@@ -26,6 +29,7 @@ from kimi_k3.parallel.expert_parallel import (
     weight_names,
 )
 from kimi_k3.parallel.mesh import axis
+from kimi_k3.parallel.placement import ExpertPlacement
 
 DEMO = Path(kimi_k3.__file__).parent / "demo"
 LENGTHS = (5, 9, 17, 3, 30)
@@ -272,6 +276,26 @@ def test_a_hang_ends_in_an_error_that_names_rank_and_collective(wide_folder):
     assert message.startswith(
         "rank 0: exchange of expert counts (all_to_all_single) among ranks [0, 1] failed after 2."
     )
+
+
+def received_for_one_token(folder) -> int:
+    """Every rank has one token; every expert has a copy on each rank."""
+    size = dist.get_world_size()
+    model = load(folder, make_mesh(ep=size))
+    layers = expert_layers(model)
+    plan = ExpertPlacement.balanced(np.ones((len(layers), EXPERTS)), size, active_slots=size * EXPERTS)
+    use_placement(model, plan)
+    experts = layers[0].experts
+    ids = (experts.copy_ranks[:, 0] == 0).nonzero().flatten()[:TOP_K][None]
+    before = ROWS_RECEIVED[GROUP]
+    with torch.no_grad():
+        latent = torch.ones(1, model.config.text_config.routed_expert_hidden_size)
+        experts(latent, Routing(ids, torch.full(ids.shape, 1 / TOP_K), torch.zeros(1, EXPERTS)))
+    return ROWS_RECEIVED[GROUP] - before
+
+
+def test_copies_take_turns_among_ranks_that_have_one_token_each(wide_folder):
+    assert run_ranks(3, received_for_one_token, wide_folder) == [TOP_K] * 3
 
 
 def test_tables():

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from ranks import run_ranks
 import kimi_k3
 from kimi_k3 import KimiK3ForCausalLM, KimiK3Generator, SamplingParams
 from kimi_k3.parallel import make_mesh
-from kimi_k3.parallel.collectives import CollectiveError
+from kimi_k3.parallel.collectives import CollectiveError, named
 
 DEMO = Path(kimi_k3.__file__).parent / "demo"
 STOPPED = 1
@@ -73,3 +74,28 @@ def test_the_others_name_the_rank_that_stopped_and_the_collective(kind, size, ti
             assert message.startswith(f"rank {rank}: {collective} failed after {timeout}."), message
             assert missing == [STOPPED] and f"missing: rank {STOPPED} (" in message, message
             assert seconds < timeout + 4
+
+
+def sum_until_one_leaves(timeout: float) -> tuple[str, list[int] | None]:
+    """The rank that stops closes its connections instead; the ring's far side does not see that."""
+    group = dist.new_group(timeout=timedelta(seconds=timeout))
+    dist.all_reduce(torch.zeros(1 << 16), group=group)
+    if dist.get_rank() == STOPPED:
+        dist.destroy_process_group(group)
+        return "", None
+    try:
+        with named("sum", group):
+            dist.all_reduce(torch.zeros(1 << 16), group=group)
+    except CollectiveError as error:
+        return str(error), error.missing
+    raise AssertionError("want an error")
+
+
+def test_a_closed_connection_accuses_no_healthy_rank():
+    results = run_ranks(4, sum_until_one_leaves, 4)
+    closed = [rank for rank, (message, _) in enumerate(results) if "not heard from" in message]
+    assert closed  # neighbours of the one that left
+    for rank, (message, missing) in enumerate(results):
+        if rank != STOPPED:
+            assert STOPPED in missing, message
+            assert ("missing: rank" in message) == (rank not in closed), message

@@ -177,6 +177,77 @@ def blocked_or_broken(folder, how: str) -> dict:
         }  # fmt: skip
 
 
+def closed_in_the_middle(folder) -> dict:
+    model = load(folder, make_mesh(ep=2))
+    use_placement(model, start_plan(2))
+    old = model.expert_placement
+    plan = ExpertPlacement.balanced(
+        np.arange(EXPERTS)[None].repeat(LAYERS, 0), previous=old, active_slots=EXPERTS + SPARE
+    )
+    stage = replication.Transfer._stage
+
+    def slow(self, layer, *args):
+        if layer == 2:
+            time.sleep(3)
+        stage(self, layer, *args)
+
+    def step_while(gen, goes_on) -> None:
+        while goes_on():
+            gen.add(PROMPTS[0], SamplingParams(max_new_tokens=2))
+            gen.step()
+
+    replication.Transfer._stage = slow
+    with generator(model) as gen:
+        expected = round_of(gen)
+        gen.replace_experts(plan, deadline_s=50)
+        with pytest.raises(ValueError, match="want no change of replace_experts under way"):
+            use_placement(model, old)
+        step_while(gen, lambda: gen.expert_changes._transfer.num_committed < 2)
+    replication.Transfer._stage = stage
+    middle = model.expert_placement
+    # Away from what the layers hold now: a plan that starts from another belief reads wrong slots.
+    other = ExpertPlacement.balanced(
+        np.arange(EXPERTS)[None, ::-1].repeat(LAYERS, 0), previous=middle, active_slots=EXPERTS + SPARE
+    )
+    with generator(model) as gen:
+        rounds = [round_of(gen)]
+        gen.replace_experts(other, deadline_s=50)
+        step_while(gen, lambda: is_running(gen))
+        rounds.append(round_of(gen))
+    return {
+        "same": [t == u and torch.equal(x, y) for r in rounds for (t, x), (u, y) in zip(r, expected, strict=True)],
+        "layers": [(middle.is_same_in(old, i), middle.is_same_in(plan, i)) for i in range(LAYERS)],
+        "in use": model.expert_placement is other,
+    }  # fmt: skip
+
+
+def test_a_generator_closed_during_a_change_leaves_the_placement_that_serves(wide_folder):
+    for result in run_ranks(2, closed_in_the_middle, wide_folder):
+        assert result["layers"] == [(False, True)] * 2 + [(True, False)] * 2
+        assert all(result["same"]) and result["in use"]
+
+
+def followed(folder) -> list[bool]:
+    model = load(folder, make_mesh(ep=2))
+    use_placement(model, start_plan(2))
+    plan = ExpertPlacement.balanced(
+        np.arange(EXPERTS)[None].repeat(LAYERS, 0), previous=model.expert_placement, active_slots=EXPERTS + SPARE
+    )
+    with generator(model) as gen:
+        gen.limit_experts(model.expert_placement)
+        before = gen.runner.experts.share_MEW
+        gen.replace_experts(plan, deadline_s=50)
+        while is_running(gen):
+            gen.step()
+        after = gen.runner.experts.share_MEW
+        gen.limit_experts(plan)
+        return [torch.equal(before, after), torch.equal(after, gen.runner.experts.share_MEW)]
+
+
+def test_the_limit_on_experts_follows_a_change(wide_folder):
+    assert run_ranks(2, followed, wide_folder) == [[False, True]] * 2
+
+
 @pytest.mark.parametrize("how", ["overdue", "failed"])
 def test_a_change_that_is_blocked_or_broken_is_given_up_and_decoding_goes_on(how, wide_folder):
     results = run_ranks(2, blocked_or_broken, wide_folder, how)
@@ -236,11 +307,16 @@ def refused(folder) -> list[str]:
         )
         with pytest.raises(ValueError) as caught:
             gen.replace_experts(mine)
-        return [*messages, str(caught.value)]
+        messages.append(str(caught.value))
+        for deadline_s in (0, -float(dist.get_rank())):  # alike, and not: every rank is told
+            with pytest.raises(ValueError) as caught:
+                gen.replace_experts(plan, deadline_s=deadline_s)
+            messages.append(str(caught.value))
+        return messages
 
 
 def test_what_does_not_fit_is_refused_by_name(wide_folder):
     parts = ["call use_placement", "(4, 2, 896) as the model has, got (4, 4, 896)", "capacity of 480", "2 living workers",
-             "the same placement on every rank"]  # fmt: skip
+             "the same placement on every rank", "want deadline_s > 0, got 0", "and the same deadline_s"]  # fmt: skip
     for messages in run_ranks(2, refused, wide_folder):
         assert all(part in message for part, message in zip(parts, messages, strict=True)), messages

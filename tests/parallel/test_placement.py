@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from collections import Counter
 
 import numpy as np
@@ -392,3 +393,8 @@ def test_check_holds_and_its_exit_code_tells_when_not(capsys):
     command = "placement check --workers 64 --loads zipf1.2 --extra 0"
     assert main(command.split()) == 1
     assert "problem: extra: busiest worker 14.9" in capsys.readouterr().out
+    # 1.05 of loads with a name, whatever is accepted of files.
+    command = "placement check --workers 8 --loads zipf1.2 --experts 64 --extra 1"
+    assert main(command.split()) == 1
+    problem = re.search(r"problem: extra: busiest worker (\S+) x mean, above 1.05", capsys.readouterr().out)
+    assert problem is not None and 1.05 < float(problem[1]) < 2

@@ -84,6 +84,7 @@ def test_replication_while_serving_levels_the_ranks(wide_folder):
     report = json.loads(out.splitlines()[-1])
     assert report["completed"] and report["copies_moved"] > 0 and report["steps_during"] >= 1
     assert report["rank_load_before"] > 1.15 > report["rank_load_after"]
+    assert report["rows_before"] > report["rows_after"] >= 1
 
 
 def signal_rank_1(

@@ -104,7 +104,7 @@ def test_hot_blocks_are_read_first(demo):
         request.fetch_state, request.fetch_first, request.fetch_position = "absent", 1, 256
         request.fetch_keys = [f"{i:064x}" for i in range(4)]  # blocks 1, 2, 3 and a state
         request.heat, asked = [0.5, 0.1, 0.3, 0.2], []
-        gen.tiers.stack.fetch = asked.extend
+        gen.tiers.stack.fetch = lambda keys, timeout_s: asked.extend(keys)
         gen.tiers.prefetch(request)
         assert [int(key, 16) for key in asked] == [1, 2, 0, 3]
         request.fetch_state = "none"

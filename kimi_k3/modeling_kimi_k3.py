@@ -127,13 +127,15 @@ class KimiK3Model(nn.Module):
         return self._depths
 
     def forward(
-        self, running_sum: Tensor, batch: PackedBatch, pools: dict[int, tuple[Tensor, ...]], bank: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
+        self, running_sum: Tensor, batch: PackedBatch, pools: dict[int, tuple[Tensor, ...]], bank: Tensor | None = None,
+        keep_sums: bool = True,
+    ) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:  # fmt: skip
         """Run the layers over packed tokens.
 
         Args:
             running_sum: [T, D]; the embeddings at the first stage.
             bank: [M, T, D], the blocks that earlier stages sealed; None at the first.
+            keep_sums: False leaves the sums after each layer out of the result, and so their memory.
         Returns: (running_sum, bank [M, T, D], the running sum after each layer, the router logits [T, E] of each MoE
             layer). At the last stage `final_hidden` turns the first two into the lm_head's input.
         """
@@ -164,7 +166,8 @@ class KimiK3Model(nn.Module):
                     mark_layer_dynamic(running_sum, room, pools[layer_idx])
                 layer = self.layers[str(layer_idx)]
                 running_sum, logits = layer(running_sum, room, depths[layer_idx], batch, pools[layer_idx])
-                sums.append(running_sum)
+                if keep_sums:
+                    sums.append(running_sum)
                 if logits is not None:
                     router_logits.append(logits)
         return running_sum, room[:sealed], sums, router_logits
@@ -296,7 +299,7 @@ class KimiK3ForCausalLM(nn.Module):
             pools = {i: make_pools(config, i, 2, 2, 1, embeds.dtype, device) for i in self.model.layer_range}
         else:
             batch, pools = cache.prepare(layout.lengths), cache.pools
-        running_sum, bank, sums, router_logits = self.model(embeds, batch, pools)
+        running_sum, bank, sums, router_logits = self.model(embeds, batch, pools, keep_sums=output_hidden_states)
         if past_key_values is not None:
             past_key_values.commit(layout.lengths)
             past_key_values.num_columns += max(layout.lengths) if cu_seqlens is not None else given.shape[1]

@@ -118,7 +118,9 @@ class DecodeGraphs:
         )
 
         def step() -> Outputs:
-            running_sum, bank, _, router_logits = self.model(self.model.embed_tokens(ids), batch, self.pools.pools)
+            running_sum, bank, _, router_logits = self.model(
+                self.model.embed_tokens(ids), batch, self.pools.pools, keep_sums=False
+            )
             return running_sum, bank, router_logits
 
         return ids, batch, *self.record(step)
@@ -168,7 +170,7 @@ class Runner:
         if self.graphs is not None and batch.is_decode and batch.block_mass is None and not has_images:
             outputs = self._replayed(self.graphs, pieces, batch)
         if outputs is None:
-            running_sum, bank, _, router_logits = model(self._embeds(pieces), batch, self.pools.pools)
+            running_sum, bank, _, router_logits = model(self._embeds(pieces), batch, self.pools.pools, keep_sums=False)
         else:
             running_sum, bank, router_logits = outputs
         if self.experts is not None:

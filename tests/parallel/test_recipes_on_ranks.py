@@ -42,6 +42,12 @@ def test_tensor_parallel_generation_prints_what_one_process_does():
     assert "[rank 0 of 2] read 3.9 MB" in two.stderr and "[rank 1 of 2] read 3.9 MB" in two.stderr
 
 
+@pytest.mark.slow
+def test_tensor_parallel_generation_on_four_ranks_prints_what_one_process_does():
+    options = ("--prompt", TEXT, "--max-new-tokens", "8", "--dtype", "float32")
+    assert torchrun(4, "generate_tp.py", *options).stdout == torchrun(1, "generate_tp.py", *options).stdout
+
+
 def test_the_score_does_not_depend_on_the_ranks(tmp_path):
     file = tmp_path / "play.txt"
     file.write_text(TEXT * 2)

@@ -197,7 +197,9 @@ def test_whole_layer(name, fixtures, close, toy_config):
     exact, _ = layer.double()(
         x.double(), room.double(), depth, batch, make_pools(toy_config, index, 2, 2, 1, torch.float64, CPU)
     )
-    # At values up to 20 the record is itself 2e-5 from the float64 result, we are 1.4e-5: at its smallest elements both count.
+    close(exact.float(), fixture["out"])
+    # At values up to 20 the record is itself 2e-5 from the float64 result, and every order of sums 1.3e-5 to 1.8e-5: of the
+    # KDA layer one element in 512 is at the record's bound, on one side or the other by the processor.
     assert (out - exact).abs().max() <= 2e-5
-    close(exact.float(), fixture["out"], atol=1.5e-5)
-    close(out, fixture["out"], atol=2e-5)
+    if name == "layer_mla":
+        close(out, fixture["out"])

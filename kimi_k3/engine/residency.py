@@ -142,6 +142,17 @@ class Residency:
             slot = self.slot()
         return self.index.take_slot(snapshot) if slot is None and can_take and snapshot is not None else slot
 
+    def _own_tail(self, request: Request) -> bool:
+        """Where others may read the last block of its table, a copy takes its place; False where there is no room for one."""
+        if self.pool.references[request.table[-1]] > 1:
+            tail = self.block()
+            if tail is None:
+                return False
+            self.pools.copy_block(self.pool.places[request.table[-1]], self.pool.places[tail])
+            self.pool.free_block(request.table[-1])
+            request.table[-1] = tail
+        return True
+
     def _spare_slot(self) -> int | None:
         """As `slot`, but what a request has saved stays: this step's forward may be about to write it."""
         while (slot := self.pool.add_slot()) is None:
@@ -192,22 +203,19 @@ class Residency:
             if not snapshot.pins:  # a tier may just have brought it
                 self.pack([snapshot])
             snapshot.pins += 1  # nothing below may evict it
-        shared = [node.block for node in match.path if node.start + self.block_size <= match.position]
-        for block in shared:
+        request.table = [node.block for node in match.path]
+        for block in request.table:
             self.pool.share_block(block)
-        request.table = shared
-        is_partial = match.position % self.block_size != 0
-        tail = self.block() if is_partial else None
-        if tail is not None:  # others may read the block it shares: it writes into a copy
-            self.pools.copy_block(self.pool.places[match.path[-1].block], self.pool.places[tail])
-            request.table.append(tail)
-        slot = None if is_partial and tail is None else self._slot_beside(snapshot)
+        slot = self._slot_beside(snapshot)
+        has_tail = slot is not None and (match.position % self.block_size == 0 or self._own_tail(request))
         if snapshot is not None:
             snapshot.pins -= 1
-        if slot is None:
+        if slot is None or not has_tail:
+            if slot is not None:
+                self.pool.free_slot(slot)
             self._free_table(request)
-            # A hit keeps the original of its last block in memory beside the request's own, and sometimes its snapshot: where
-            # that is too much even for one request, the hit gives way.
+            # A hit may keep its snapshot and the original of its last block in memory beside the request's own: where that is
+            # too much even for one request, the hit gives way.
             is_alone = not any(r.is_running for r in self._requests.values())
             return snapshot is not None and is_alone and self._admit(request, followers, is_cold=True)
         request.slot, request.done = slot, match.position

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from kimi_k3.tokenization_kimi_k3 import KimiK3Tokenizer
 
 LOOK_PAST = 64  # requests in line beyond the free seats that a step considers
-LOOK_UP_FIRST = 8  # so many in line are looked up in the cache in every step in which it has changed
+# So many in line are looked up in the cache in every step in which it has changed: as many as could get a slot now, within
+LOOK_UP_LEAST, LOOK_UP_FIRST = 2, 8
 KEPT_LATENCIES = 4096  # of each kind, for `stats`
 MAX_LEADERS = 2  # a request waits for so many others' prefills, then computes its prefix itself
 
@@ -245,11 +246,12 @@ class KimiK3Generator:
         decision_started = time.perf_counter()
         running = [r for r in self._requests.values() if r.slot >= 0]
         waiting = self._next_in_line(running)
-        if self.prefix_cache:
+        resources = self._resources(running)
+        self._look_up(waiting, resources)
+        if self.prefix_cache and waiting:
             self._find_dependencies(running, waiting)
-        candidates = [self._running_candidate(r) for r in running]
-        candidates += [self._waiting_candidate(r, place) for place, r in enumerate(waiting)]
-        plan = self._schedule(candidates, self._resources(running))
+        candidates = [self._running_candidate(r) for r in running] + [self._waiting_candidate(r) for r in waiting]
+        plan = self._schedule(candidates, resources)
         self.counts["schedule_us"] += int(1e6 * (time.perf_counter() - decision_started))
         self.counts["held_line"] += len(self._requests) - len(candidates)
         if self._expert_budget and plan.expert_load > self._expert_budget:
@@ -301,20 +303,25 @@ class KimiK3Generator:
             del waiting[most:]
         return waiting
 
+    def _look_up(self, waiting: list[Request], resources: Resources) -> None:
+        """What the cache holds for those who wait: of the first in line in every step, of the others now and then."""
+        seats = resources.room_blocks // resources.slot_blocks
+        first = max(LOOK_UP_LEAST, min(LOOK_UP_FIRST, seats))
+        for place, request in enumerate(waiting):
+            if place < first or request.reuse_version < 0 or (self.num_steps + place) % REFRESH_STEPS == 0:
+                self.memory.look_up(request, self.num_steps)
+
     def _running_candidate(self, request: Request) -> Candidate:
-        done, total, prompt = request.done, len(request.tokens), len(request.prompt)
-        last_saved = request.saved[-1].position if request.saved else 0
+        done, total, prompt, step = request.done, len(request.tokens), len(request.prompt), self.num_steps
+        kept = max(request.saved[-1].position, request.reuse) if request.saved else request.reuse
         return Candidate(
             request.rid, request.rid, request.priority, True, done, total, done >= prompt and total - done <= 1,
-            len(request.table), self.memory.unshared_blocks(request), 0, None, "none", 0,
-            request.params.max_new_tokens - total + prompt, max(0, done - max(last_saved, request.reuse)),
-            self.num_steps - request.last_step, request.expert_loads, self.num_steps - request.admitted_step,
+            request.counted_blocks, request.unshared, 0, None, "none", 0,
+            request.params.max_new_tokens - total + prompt, max(0, done - kept),
+            step - request.last_step, request.expert_loads, step - request.admitted_step,
         )  # fmt: skip
 
-    def _waiting_candidate(self, request: Request, place: int) -> Candidate:
-        """place: in line. What the cache holds for those far behind is looked up now and then."""
-        if place < LOOK_UP_FIRST or request.reuse_version < 0 or (self.num_steps + place) % REFRESH_STEPS == 0:
-            self.memory.look_up(request, self.num_steps)
+    def _waiting_candidate(self, request: Request) -> Candidate:
         total, prompt = len(request.tokens), len(request.prompt)
         return Candidate(
             request.rid, request.rid, request.priority, False, 0, total, False, request.reuse_shared, 0,
@@ -368,7 +375,8 @@ class KimiK3Generator:
         piece = self.memory.prepare(request, count, followers)
         if piece is not None:
             request.last_step = self.num_steps
-            request.admitted_step = self.num_steps if is_new else request.admitted_step
+            if is_new:
+                request.admitted_step, request.waits_for = self.num_steps, None
         return piece
 
     def _preempt(self, request: Request, how: str) -> None:

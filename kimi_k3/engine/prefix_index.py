@@ -247,9 +247,6 @@ class PrefixIndex:
 
     # What goes.
 
-    def evictable_slots(self) -> int:
-        return sum(1 for snapshot in self._snapshots if not snapshot.pins and snapshot.slot >= 0)
-
     def evict(self) -> bool:
         """Drop the snapshot whose loss costs least for its bytes, with the blocks only it needs. False: nothing to drop.
 

@@ -93,12 +93,12 @@ class Residency:
         request.shares, request.counted_blocks = self.pool.shares, len(request.table)
         return request.unshared
 
-    def room_blocks(self, requests: Iterable[Request]) -> int:
+    def room_blocks(self, running: Sequence[Request]) -> int:
         """Places for blocks that are free, or would be if all that is only kept for reuse were dropped."""
-        live = list(requests)
-        kept = self.pool.num_unshared - sum(self.unshared_blocks(request) for request in live if request.table)
-        slots = self.index.evictable_slots() + sum(s.slot >= 0 for request in live for s in request.saved)
-        return self.pool.free_blocks + slots * self.pool.blocks_per_page + kept
+        kept_blocks = self.pool.num_unshared - sum([self.unshared_blocks(request) for request in running])
+        read = {id(r.read_from) for r in running if r.read_from is not None and r.read_from.slot >= 0}
+        kept_slots = self.pool.num_slots - len(running) - len(read)
+        return self.pool.free_blocks + kept_slots * self.pool.blocks_per_page + kept_blocks
 
     # What a waiting request would find.
 

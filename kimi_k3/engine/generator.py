@@ -25,7 +25,7 @@ from kimi_k3.engine.prefix_index import chain
 from kimi_k3.engine.request import GenerationResult, Request, RequestOutput, TokenLogprobs
 from kimi_k3.engine.residency import REFRESH_STEPS, Residency
 from kimi_k3.engine.runner import CudaRecorder, DecodeGraphs, Piece, Runner
-from kimi_k3.engine.scheduler import DEFAULT_POLICY, SCHEDULERS, Candidate, Resources
+from kimi_k3.engine.scheduler import DEFAULT_POLICY, SCHEDULERS, Candidate, Resources, Schedule
 from kimi_k3.engine.tier_format import LossyCodec
 from kimi_k3.generation import StopText, end_ids
 from kimi_k3.sampling import SamplingParams, fresh_seed, penalize, sample
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 LOOK_PAST = 64  # requests in line beyond the free seats that a step considers
 # So many in line are looked up in the cache in every step in which it has changed: as many as could get a slot now, within
-LOOK_UP_LEAST, LOOK_UP_FIRST = 2, 8
+LOOK_UP_LEAST, LOOK_UP_FIRST = 1, 8
 KEPT_LATENCIES = 4096  # of each kind, for `stats`
 MAX_LEADERS = 2  # a request waits for so many others' prefills, then computes its prefix itself
 
@@ -124,6 +124,9 @@ class KimiK3Generator:
         self._ends = end_ids(model, None) | frozenset(tokenizer.end_token_ids if tokenizer is not None else ())
 
         self._expert_budget = 0.0
+        self._events = 0  # of requests: arrived, read ahead, finished, failed
+        self._settled = Schedule([], [], [], [], {})  # see `_decide`
+        self._settled_at: tuple[int, ...] | None = None
         self._next_rid = 0
         self._outputs: list[RequestOutput] = []  # that no step has returned yet
         self._results: dict[int, GenerationResult] = {}
@@ -200,7 +203,9 @@ class KimiK3Generator:
             decoder=None if self.tokenizer is None else self.tokenizer.stream_decoder(),
             shown=StopText(params.stop), parent=first, last_step=self.num_steps,
         )  # fmt: skip
+        self.memory.look_up(self._requests[rid], self.num_steps)
         self.counts["requests"] += 1
+        self._events += 1
 
     def abort(self, rid: int) -> None:
         """End a request now, with what it has; nothing of an unfinished prefill is kept. Unknown or finished: nothing."""
@@ -242,18 +247,10 @@ class KimiK3Generator:
 
     def _run_scheduled(self) -> None:
         if self.tiers is not None:
-            self.tiers.poll(self._requests.values())
+            self._events += self.tiers.poll(self._requests.values())
         decision_started = time.perf_counter()
-        running = [r for r in self._requests.values() if r.slot >= 0]
-        waiting = self._next_in_line(running)
-        resources = self._resources(running)
-        self._look_up(waiting, resources)
-        if self.prefix_cache and waiting:
-            self._find_dependencies(running, waiting)
-        candidates = [self._running_candidate(r) for r in running] + [self._waiting_candidate(r) for r in waiting]
-        plan = self._schedule(candidates, resources)
+        plan = self._decide()
         self.counts["schedule_us"] += int(1e6 * (time.perf_counter() - decision_started))
-        self.counts["held_line"] += len(self._requests) - len(candidates)
         if self._expert_budget and plan.expert_load > self._expert_budget:
             self.counts["overloaded_steps"] += 1
         for reason in plan.reasons.values():
@@ -281,6 +278,7 @@ class KimiK3Generator:
                 if request.rid in self._requests:
                     self.memory.take_back(request)
             self.counts["failed_steps"] += 1
+            self._events += 1
             raise
 
     def _forward(self, pieces: list[Piece]) -> None:
@@ -293,6 +291,28 @@ class KimiK3Generator:
             hidden_RD, logits_RV = self.runner.run(pieces)
             self._forward_seconds += time.perf_counter() - forward_started
         self._commit(pieces, hidden_RD, logits_RV)
+
+    def _decide(self) -> Schedule:
+        """The schedule of this step; the last one again while each running request decodes and nothing has changed for those
+        who wait: their turn comes with an event, or, where it is a matter of time, within REFRESH_STEPS."""
+        running = [r for r in self._requests.values() if r.slot >= 0]
+        version = (self._events, self.index.clock, self.index.evictions, self.num_steps // REFRESH_STEPS)
+        if version == self._settled_at and all(len(r.tokens) <= len(r.table) * self.block_size for r in running):
+            self.counts["repeated_schedules"] += 1
+            return self._settled
+        waiting = self._next_in_line(running)
+        resources = self._resources(running)
+        self._look_up(waiting, resources)
+        if self.prefix_cache and waiting:
+            self._find_dependencies(running, waiting)
+        candidates = [self._running_candidate(r) for r in running] + [self._waiting_candidate(r) for r in waiting]
+        plan = self._schedule(candidates, resources)
+        if len(waiting) < len(self._requests) - len(running):
+            plan.reasons.update(dict.fromkeys(self._requests.keys() - {c.rid for c in candidates}, "line"))
+        is_steady = len(plan.run) == len(running) and all(r.is_decoding for r in running)
+        is_steady = is_steady and not (plan.admit or plan.preempt or plan.prefetch or self._expert_budget)
+        self._settled, self._settled_at = plan, version if is_steady else None
+        return plan
 
     def _next_in_line(self, running: list[Request]) -> list[Request]:
         """Those who wait and can be of interest now: as many as there are seats, and some more for those held back."""
@@ -500,6 +520,7 @@ class KimiK3Generator:
             heat=request.heat,
         )  # fmt: skip
         del self._requests[request.rid]
+        self._events += 1
         if is_announced:
             self._outputs.append(RequestOutput(request.rid, [], finish_reason=reason, error=request.error))
 

@@ -506,7 +506,7 @@ def calibrate(setup: Setup) -> tuple[float, float]:
 
 def compare(setup: Setup, args: argparse.Namespace) -> list[Row]:
     token_s, step_s = calibrate(setup)
-    setup.bounds = Bounds(args.first_token_s or 60 * step_s, args.gap_ms / 1e3 if args.gap_ms else 4 * step_s)
+    setup.bounds = Bounds(args.first_token_s or 60 * step_s, args.gap_ms / 1e3 if args.gap_ms else 5 * step_s)
     print(f"prefill {1 / token_s:.0f} tokens/s, a step of 8 rows {1e3 * step_s:.1f} ms; goodput: first token within "
           f"{setup.bounds.first_token_s:.2f} s, p95 between tokens within {1e3 * setup.bounds.gap_s:.0f} ms")  # fmt: skip
     layout = PoolLayout(setup.model, BLOCK)
@@ -526,7 +526,7 @@ def compare(setup: Setup, args: argparse.Namespace) -> list[Row]:
         plenty = most * layout.block_bytes
         free, done = setup.run(f"{name}, enough", sessions, "fcfs", "off", 0.0, plenty)
         rows.append(free)
-        pages = max(math.ceil(done.peak_blocks / args.oversubscription / layout.blocks_per_page), 4)
+        pages = max(math.floor(done.peak_blocks / args.oversubscription / layout.blocks_per_page), 4)
         longest = max(s.num_tokens for s in sessions)
         pages = max(pages, 2 + math.ceil((longest / BLOCK + 1) / layout.blocks_per_page))
         load = done.peak_blocks / layout.blocks_per_page / pages
@@ -578,7 +578,7 @@ def main(argv: list[str] | None = None) -> list[Row]:
     parser.add_argument("--oversubscription", type=float, default=2.0)
     parser.add_argument("--tier", choices=("off", "host"), default="host", help="of --compare")
     parser.add_argument("--first-token-s", type=float, help="bound; default: from the run itself")
-    parser.add_argument("--gap-ms", type=float, help="bound of a request's p95; default: 4 decode steps of 8 rows")
+    parser.add_argument("--gap-ms", type=float, help="bound of a request's p95; default: 5 decode steps of 8 rows")
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="the last line of the output is one JSON object")

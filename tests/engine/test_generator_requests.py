@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from conftest import Recorder, assert_equals_solo
+from solo import Recorder, assert_equals_solo
 
 from kimi_k3 import KimiK3Generator, SamplingParams
 from kimi_k3.engine.generator import LOOK_PAST

@@ -174,14 +174,31 @@ def sample(logits_V: Tensor, params: SamplingParams, seed: int, position: int) -
     return row.first_at(uniform(seed, position) * _kept_mass(row, params), is_beyond=True)[0]
 
 
-def penalize(logits_V: Tensor, params: SamplingParams, prompt: Sequence[int], generated: Sequence[int]) -> Tensor:
-    """The logits after the penalties of `params`, float32."""
-    out_V = logits_V.float().clone()
-    if params.repetition_penalty != 1:
-        seen = torch.tensor(sorted({*prompt, *generated}), device=out_V.device)
-        old = out_V[seen]
-        out_V[seen] = torch.where(old > 0, old / params.repetition_penalty, old * params.repetition_penalty)
-    if generated:
-        tokens, counts = torch.tensor(generated, device=out_V.device).unique(return_counts=True)
-        out_V[tokens] -= params.presence_penalty + params.frequency_penalty * counts
-    return out_V
+class Penalties:
+    """The penalties of one request. A step costs time in the distinct tokens seen, whatever the length of the sequence."""
+
+    def __init__(self, params: SamplingParams, prompt: Sequence[int], vocab_size: int, device: torch.device) -> None:
+        seen = sorted({*prompt}) if params.repetition_penalty != 1 else []  # the others leave the prompt's tokens alone
+        self.params, self._places = params, {token: place for place, token in enumerate(seen)}
+        size = min(vocab_size, len(seen) + params.max_new_tokens)
+        self._tokens = torch.zeros(size, dtype=torch.int64, device=device)  # each once, in the places so far
+        self._counts = torch.zeros_like(self._tokens)  # how often each was generated
+        self._tokens[: len(seen)] = torch.tensor(seen, dtype=torch.int64, device=device)
+
+    def add(self, token: int) -> None:
+        """Count a generated token, at most `params.max_new_tokens` of them."""
+        place = self._places.setdefault(token, len(self._places))
+        self._tokens[place] = token
+        self._counts[place] += 1
+
+    def apply(self, logits_V: Tensor) -> Tensor:
+        """The logits after the penalties, float32."""
+        params, out_V = self.params, logits_V.to(torch.float32, copy=True)
+        tokens_S, counts_S = self._tokens[: len(self._places)], self._counts[: len(self._places)]
+        old_S = out_V[tokens_S]
+        if params.repetition_penalty != 1:
+            old_S = torch.where(old_S > 0, old_S / params.repetition_penalty, old_S * params.repetition_penalty)
+        off_S = params.presence_penalty + params.frequency_penalty * counts_S
+        old_S -= torch.where(counts_S > 0, off_S, 0.0)
+        out_V[tokens_S] = old_S
+        return out_V

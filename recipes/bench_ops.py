@@ -320,8 +320,8 @@ def mla_cases(make: Maker) -> Iterator[Case]:
             2 * count * heads * s.depth * (width + s.rank), OPS.mla_decode.reference,
         )  # fmt: skip
         yield Case(
-            "mla_block_mass", f"{count} tokens, depth {s.depth}", OPS.mla_block_mass, [case[:-1] for case in inputs],
-            cache_bytes, 2 * count * heads * s.depth * width, OPS.mla_block_mass.reference,
+            "mla_decode_mass", f"{count} tokens, depth {s.depth}", OPS.mla_decode_mass, inputs, cache_bytes,
+            2 * count * heads * s.depth * (width + s.rank), OPS.mla_decode_mass.reference,
         )  # fmt: skip
 
 
@@ -479,7 +479,7 @@ GROUPS: tuple[tuple[Callable[[Maker], Iterator[Case]], tuple[str, ...]], ...] = 
     ),
     (short_conv_cases, ("short_conv", "short_conv_export", "short_conv_backward", "short_conv_step_")),
     (attn_res_cases, ("attn_res_mix", "attn_res_mix_backward")),
-    (mla_cases, ("mla_prefill", "mla_prefill_backward", "mla_decode", "mla_block_mass")),
+    (mla_cases, ("mla_prefill", "mla_prefill_backward", "mla_decode", "mla_decode_mass")),
     (matvec_cases, ("matvec",)),
     (
         small_cases,

@@ -7,7 +7,7 @@ from kimi_k3_kernels.kda import kda_chunk, kda_chunk_export, kda_recurrent, kda_
 from kimi_k3_kernels.kda_gates import kda_gates
 from kimi_k3_kernels.linear_rows import linear_rows
 from kimi_k3_kernels.matvec import matvec
-from kimi_k3_kernels.mla import mla_block_mass, mla_decode, mla_prefill
+from kimi_k3_kernels.mla import mla_decode, mla_decode_mass, mla_prefill
 from kimi_k3_kernels.mxfp4_experts import (
     dense_experts,
     mxfp4_combine,
@@ -36,8 +36,8 @@ __all__ = [
     "kda_step_",
     "linear_rows",
     "matvec",
-    "mla_block_mass",
     "mla_decode",
+    "mla_decode_mass",
     "mla_prefill",
     "mxfp4_combine",
     "mxfp4_dequantize",

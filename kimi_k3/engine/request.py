@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kimi_k3.engine.prefix_index import Snapshot
 from kimi_k3.generation import StopText
-from kimi_k3.sampling import SamplingParams
+from kimi_k3.sampling import Penalties, SamplingParams
 
 
 @dataclass
@@ -74,6 +74,7 @@ class Request:
     decoder: Any
     shown: StopText
     parent: int | None = None  # the first of several samples
+    penalties: Penalties | None = None  # from its first sampling on, where there are any
 
     tokens: list[int] = field(default_factory=list)
     done: int = 0  # tokens that ran, or whose result was reused

@@ -11,7 +11,7 @@ from kimi_k3.cache import PackedBatch
 from kimi_k3.configuration_kimi_k3 import KimiK3TextConfig
 from kimi_k3.layers.linear import project
 from kimi_k3.layers.norm import RMSNorm
-from kimi_k3_kernels import head_matvec, mla_block_mass, mla_decode, mla_prefill
+from kimi_k3_kernels import head_matvec, mla_decode, mla_decode_mass, mla_prefill
 from kimi_k3_kernels.library import at_once, by_rows
 
 
@@ -70,8 +70,10 @@ class KimiMLAAttention(nn.Module):
         )
         q_latent_THR = head_matvec(q_nope_THn, to_keys_HnR, transposed=True)
         queries_THC = torch.cat([q_latent_THR, q_shared_THr], dim=-1)
-        if batch.block_mass is not None:
-            mass_TB = mla_block_mass(queries_THC, latent_pool, batch.block_tables, batch.kv_lens, self.scale)
+        inputs = (queries_THC, latent_pool, batch.block_tables, batch.kv_lens, self.scale, self.rank)
+        if batch.block_mass is None:
+            context_THR = mla_decode(*inputs)
+        else:
+            context_THR, mass_TB = mla_decode_mass(*inputs)
             batch.block_mass.add_(mass_TB)
-        context_THR = mla_decode(queries_THC, latent_pool, batch.block_tables, batch.kv_lens, self.scale, self.rank)
         return head_matvec(context_THR, to_values_HVR)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import Recorder, assert_equals_solo
+from solo import Recorder, assert_equals_solo
 
 from kimi_k3 import KimiK3Generator, SamplingParams
 

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from conftest import Recorder, assert_equals_solo, solo_logits
+from solo import Recorder, assert_equals_solo, solo_logits
 
 from kimi_k3 import KimiK3Generator, SamplingParams
 from kimi_k3.engine.tiers import HostTier

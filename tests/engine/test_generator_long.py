@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from conftest import Recorder
+from solo import Recorder
 
 from kimi_k3 import KimiK3Generator, SamplingParams
 

@@ -5,8 +5,8 @@ import random
 
 import pytest
 import torch
-from conftest import SMOOTH, Recorder, assert_equals_solo
 from safetensors.torch import load_file
+from solo import SMOOTH, Recorder, assert_equals_solo
 
 from kimi_k3 import KimiK3ForConditionalGeneration, KimiK3Generator, SamplingParams
 from kimi_k3.cache import PackedBatch

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from conftest import Recorder, assert_equals_solo
+from solo import Recorder, assert_equals_solo
 
 from kimi_k3 import KimiK3Generator, SamplingParams
 from kimi_k3.engine.generator import LOOK_PAST
@@ -108,6 +108,33 @@ def test_penalties_act_as_their_formulas_say(gen):
             expected[token] -= 0.5
         assert int(expected.argmax()) == result.token_ids[position]
     assert len(set(result.token_ids)) > 4
+
+
+@pytest.mark.parametrize("how", ["park", "drop"])
+def test_penalties_count_each_token_once_whatever_is_preempted(demo, how):
+    penalties = {"repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.6}
+    prompts = [[rng.randrange(3, 200) for _ in range(90)] for rng in map(random.Random, range(3))]
+    recorders = [Recorder() for _ in prompts]
+    with KimiK3Generator(demo, max_num_seqs=4, num_blocks=30, batch_invariant=True) as gen:
+        rids = [
+            gen.add(prompt, SamplingParams(max_new_tokens=40, ignore_eos=True, logits_processor=recorder, **penalties))
+            for prompt, recorder in zip(prompts, recorders)
+        ]
+        while gen.has_unfinished():
+            gen.step()
+            for request in [r for r in gen._requests.values() if r.is_running and gen.num_steps % 5 == r.rid]:
+                gen._preempt(request, how)
+        results = [gen.result(rid) for rid in rids]
+    assert all(result.metrics["preemptions"] > 3 for result in results)
+    for prompt, recorder, result in zip(prompts, recorders, results):
+        assert len(recorder.rows) == 40
+        for position, (row, token) in enumerate(zip(recorder.rows, result.token_ids)):
+            expected, generated = row.clone(), result.token_ids[:position]
+            for seen in {*prompt, *generated}:
+                expected[seen] = expected[seen] / 1.2 if expected[seen] > 0 else expected[seen] * 1.2
+            for seen in set(generated):
+                expected[seen] -= 0.3 + 0.6 * generated.count(seen)
+            assert float(expected.max() - expected[token]) <= 1e-5  # float32, the same sums in another order
 
 
 def test_logprobs_are_those_of_the_unfiltered_rows(gen):

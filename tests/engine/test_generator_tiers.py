@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import DEMO, Recorder, assert_equals_solo
+from solo import DEMO, Recorder, assert_equals_solo
 from valkey_server import Server
 
 from kimi_k3 import KimiK3ForCausalLM, KimiK3Generator, SamplingParams
@@ -358,7 +358,7 @@ WRITER = """
     import sys, random
     from pathlib import Path
     sys.path.insert(0, {tests!r})
-    from conftest import DEMO, load
+    from solo import DEMO, load
     from kimi_k3 import KimiK3Generator, SamplingParams
     from kimi_k3.engine.tiers import DiskTier
     model = load(DEMO)

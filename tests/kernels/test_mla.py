@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import kimi_k3_kernels.mla.reference as reference
-from kimi_k3_kernels import mla_block_mass, mla_decode, mla_prefill
-from kimi_k3_kernels.mla.op import mla_block_mass_op, mla_decode_op, mla_prefill_op
+from kimi_k3_kernels import mla_decode, mla_decode_mass, mla_prefill
+from kimi_k3_kernels.mla.op import mla_decode_mass_op, mla_decode_op, mla_prefill_op
 
 sys.path.insert(0, str(Path(__file__).parent))
 from inputs import packed
@@ -92,7 +92,9 @@ def test_block_mass_equals_a_loop(tokens_at_once: int, monkeypatch: pytest.Monke
     _, latent, _ = make_sequences(lengths)
     pool, tables = paged(list(latent.split(lengths)))
     queries = torch.randn(len(lengths), HEADS, RANK + ROPE, dtype=torch.float64)
-    got = mla_block_mass(queries, pool, tables, torch.tensor(lengths, dtype=torch.int32), SCALE)
+    args = (queries, pool, tables, torch.tensor(lengths, dtype=torch.int32), SCALE, RANK)
+    out, got = mla_decode_mass(*args)
+    assert torch.equal(out, mla_decode(*args))
     want = torch.zeros(tables.shape, dtype=torch.float64)
     for n, latents in enumerate(latent.split(lengths)):
         for head in range(HEADS):
@@ -100,7 +102,7 @@ def test_block_mass_equals_a_loop(tokens_at_once: int, monkeypatch: pytest.Monke
             for token, weight in enumerate(weights):
                 want[n, token // BLOCK] += weight / sum(weights) / HEADS
     torch.testing.assert_close(got, want, atol=1e-12, rtol=1e-10)
-    single = mla_block_mass(queries.float(), pool.float(), tables, torch.tensor(lengths), SCALE)
+    _, single = mla_decode_mass(queries.float(), pool.float(), tables, torch.tensor(lengths), SCALE, RANK)
     assert single.dtype == torch.float32
     torch.testing.assert_close(single.double(), want, atol=1e-5, rtol=0)  # float32 scores of order 1
 
@@ -126,7 +128,7 @@ def test_gradcheck_and_registration():
     queries = torch.randn(1, HEADS, RANK + ROPE, dtype=torch.float64)
     lens = torch.tensor([5], dtype=torch.int32)
     torch.library.opcheck(mla_decode_op, (queries, pool, tables[:1], lens, SCALE, RANK))
-    torch.library.opcheck(mla_block_mass_op, (queries, pool, tables[:1], lens, SCALE))
+    torch.library.opcheck(mla_decode_mass_op, (queries, pool, tables[:1], lens, SCALE, RANK))
 
 
 def test_wrong_shapes_are_refused():
@@ -139,5 +141,5 @@ def test_wrong_shapes_are_refused():
         mla_prefill(q, latent, weight, pool[..., 1:], tables, lens, cu, SCALE)
     with pytest.raises(ValueError, match="mla_decode: want"):
         mla_decode(q, pool, tables, lens, SCALE, RANK)
-    with pytest.raises(ValueError, match="mla_block_mass: want"):
-        mla_block_mass(q, pool, tables, lens, SCALE)
+    with pytest.raises(ValueError, match="mla_decode_mass: want"):
+        mla_decode_mass(q, pool, tables, lens, SCALE, RANK)

@@ -69,6 +69,11 @@ CASES: dict[str, tuple[Callable[..., Tensor], Callable[[], list[Tensor]], tuple[
         lambda: [torch.randn(2, 2, 12), torch.randn(3, 4, 12), torch.tensor([[0, 1], [2, 0]]), slots(5, 3)],
         (0.3, 8),
     ),
+    "mla_decode_mass": (
+        lambda *inputs: torch.cat([x.flatten() for x in OPS.mla_decode_mass(*inputs)]),
+        lambda: [torch.randn(2, 2, 12), torch.randn(3, 4, 12), torch.tensor([[0, 1], [2, 0]]), slots(5, 3)],
+        (0.3, 8),
+    ),
     "mxfp4_experts": (OPS.mxfp4_experts, expert_inputs, (4.0, 25.0)),
     "matvec": (
         lambda x, first, second: OPS.matvec(x, [first, second]),
@@ -85,7 +90,8 @@ def test_sizes_that_disagree_are_refused(name: str):
     # A tensor cut in any one dimension belongs to another problem. Free are the sizes that no other tensor repeats.
     free = {
         "attn_res_mix": {(1, 0)}, "mla_prefill": {(0, 1), (0, 2), (2, 1), (3, 0), (3, 1), (4, 1)},
-        "mla_decode": {(0, 1), (1, 0), (1, 1), (2, 1)}, "mxfp4_experts": {(9, 0)}, "matvec": {(0, 0), (1, 0), (2, 0)},
+        "mla_decode": {(0, 1), (1, 0), (1, 1), (2, 1)}, "mla_decode_mass": {(0, 1), (1, 0), (1, 1), (2, 1)},
+        "mxfp4_experts": {(9, 0)}, "matvec": {(0, 0), (1, 0), (2, 0)},
         "short_conv": {(2, 0)}, "short_conv_step_": {(2, 0)},
     }.get(name, {(5, 0)})  # fmt: skip
     refused = 0

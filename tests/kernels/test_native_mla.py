@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import kimi_k3_kernels
-from kimi_k3_kernels import mla_decode, mla_prefill
-from kimi_k3_kernels.mla.op import mla_decode_op, mla_prefill_op
-from kimi_k3_kernels.mla.reference import mla_decode_reference, mla_prefill_reference
+from kimi_k3_kernels import mla_decode, mla_decode_mass, mla_prefill
+from kimi_k3_kernels.mla.op import mla_decode_mass_op, mla_decode_op, mla_prefill_op
+from kimi_k3_kernels.mla.reference import mla_block_mass_reference, mla_decode_reference, mla_prefill_reference
 
 sys.path.insert(0, str(Path(__file__).parent))
 from inputs import packed
@@ -88,6 +88,34 @@ def test_decode_equals_float64(instructions, poisoned_outputs, dtype, heads, ran
     assert largest_error(got, want) <= 4 * largest_error(mla_decode_reference(*args), want) + 1e-6
 
 
+def mass_by_sums(latents: list[Tensor], q: Tensor, scale: float, block: int, num_blocks: int) -> Tensor:
+    rows = []
+    for query, latent in zip(q.double(), latents):
+        probabilities = (torch.einsum("hc,lc->hl", query, latent.double()) * scale).softmax(-1)
+        sums = [part.sum() for part in probabilities.mean(0).split(block)]
+        rows.append(torch.stack(sums + [torch.zeros((), dtype=torch.float64)] * (num_blocks - len(sums))))
+    return torch.stack(rows)
+
+
+# Blocks of one token, and of more than a tile: several parts of a split, several splits, or both.
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("heads", "rank", "rope", "block", "lengths"),
+    [*DECODE, (3, 8, 4, 1, [1, 300]), (2, 8, 4, 700, [256, 700, 701, 1500]), (2, 16, 8, 300, [8500])],
+)
+def test_decode_mass_equals_float64(instructions, poisoned_outputs, dtype, heads, rank, rope, block, lengths):
+    latents, args = make_decode(heads, rank, rope, block, lengths, dtype)
+    q, pool, tables, lens, scale, _ = args
+    out, mass = mla_decode_mass(*args)
+    assert torch.equal(out, mla_decode(*args))
+    assert mass.dtype == torch.float32 and mass.is_contiguous()
+    want = mass_by_sums(latents, q, scale, block, tables.shape[1])
+    assert torch.equal(mass == 0, want == 0)
+    assert largest_error(mass.sum(1), torch.ones(len(lengths), dtype=torch.float64)) <= 1e-6
+    reference = mla_block_mass_reference(q, pool, tables, lens, scale)
+    assert largest_error(mass, want) <= 4 * largest_error(reference, want) + 1e-6
+
+
 # Heads, nope, rope, V, R, block size, past and new tokens of each sequence.
 PREFILL = [
     (3, 6, 4, 5, 8, 4, [6, 0, 0, 3], [5, 0, 1, 7]),
@@ -143,6 +171,10 @@ def test_a_row_has_the_same_bits_in_any_company_and_on_any_threads(instructions:
     for n in range(4):
         alone = mla_decode(q[n : n + 1], pool, tables[n : n + 1], lens[n : n + 1], *rest)
         assert torch.equal(alone[0], together[n])
+    masses = mla_decode_mass(q, pool, tables, lens, *rest)[1]
+    for n in range(4):
+        alone = mla_decode_mass(q[n : n + 1], pool, tables[n : n + 1], lens[n : n + 1], *rest)[1]
+        assert torch.equal(alone[0], masses[n])
     _, args = make_prefill(3, 24, 8, 16, 20, 16, [0, 100, 37], [130, 1, 99], dtype)
     prefilled = mla_prefill(*args)
     q, latent, weight, pool, tables, pasts, cu, scale = args
@@ -158,6 +190,7 @@ def test_a_row_has_the_same_bits_in_any_company_and_on_any_threads(instructions:
             assert torch.equal(mla_prefill(*args), prefilled)
             _, decode_args = make_decode(5, 40, 8, 16, [700, 1, 64, 8300], dtype)
             assert torch.equal(mla_decode(*decode_args), together)
+            assert torch.equal(mla_decode_mass(*decode_args)[1], masses)
     finally:
         torch.set_num_threads(threads)
 
@@ -238,6 +271,9 @@ def test_any_strides_and_either_width_of_integers(instructions: str, dtype: torc
     want = mla_decode(q, pool, tables, lens, scale, rank)
     assert torch.equal(mla_decode(spread(q), spread(pool), tables.long(), lens.long(), scale, rank), want)
     assert torch.equal(mla_decode(q, pool.mT.contiguous().mT, tables, lens, scale, rank), want)
+    want = mla_decode_mass(q, pool, tables, lens, scale, rank)[1]
+    assert torch.equal(mla_decode_mass(spread(q), spread(pool), tables.long(), lens.long(), scale, rank)[1], want)
+    assert torch.equal(mla_decode_mass(q, pool.mT.contiguous().mT, tables, lens, scale, rank)[1], want)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -247,16 +283,23 @@ def test_nothing_gives_nothing(instructions: str, dtype: torch.dtype):
     assert mla_prefill(q[:0], latent[:0], weight, pool, tables[:0], lens[:0], packed([]), scale).shape == (0, 2, 5)
     queries = torch.zeros(0, 2, 12, dtype=dtype)
     assert mla_decode(queries, pool, tables[:0], lens[:0], scale, 8).shape == (0, 2, 8)
+    out, mass = mla_decode_mass(queries, pool, tables[:0], lens[:0], scale, 8)
+    assert out.shape == (0, 2, 8) and mass.shape == (0, tables.shape[1])
+    queries = normal(2, 2, 12).to(dtype)
+    for some_pool in (pool, pool[:, :0]):  # sequences without tokens
+        out, mass = mla_decode_mass(queries, some_pool, tables, torch.zeros_like(lens), scale, 8)
+        assert torch.equal(out, torch.zeros_like(out)) and torch.equal(mass, torch.zeros(tables.shape))
 
 
 def test_places_outside_the_pool_are_refused(instructions: str):
     _, (q, pool, tables, lens, scale, rank) = make_decode(2, 8, 4, 4, [5, 9], torch.float32)
-    for bad in (-1, len(pool)):
-        with pytest.raises(RuntimeError, match="block_tables"):
-            mla_decode(q, pool, torch.full_like(tables, bad), lens, scale, rank)
-    for bad in (-1, tables.shape[1] * 4 + 1):
-        with pytest.raises(RuntimeError, match="tokens in its blocks"):
-            mla_decode(q, pool, tables, torch.full_like(lens, bad), scale, rank)
+    for op in (mla_decode, mla_decode_mass):
+        for bad in (-1, len(pool)):
+            with pytest.raises(RuntimeError, match=rf"{op.__name__}: block_tables"):
+                op(q, pool, torch.full_like(tables, bad), lens, scale, rank)
+        for bad in (-1, tables.shape[1] * 4 + 1):
+            with pytest.raises(RuntimeError, match=rf"{op.__name__}: .* tokens in its blocks"):
+                op(q, pool, tables, torch.full_like(lens, bad), scale, rank)
     _, (q, latent, weight, pool, tables, lens, cu, scale) = make_prefill(2, 6, 4, 5, 8, 4, [3], [2], torch.float32)
     with pytest.raises(RuntimeError, match="block_tables"):
         mla_prefill(q, latent, weight, pool, tables - 9, lens, cu, scale)
@@ -272,6 +315,7 @@ def test_registration_and_gradients(instructions: str, dtype: torch.dtype):
     inputs = [x.clone().requires_grad_() for x in args[:3]]
     torch.library.opcheck(mla_prefill_op, (*inputs, *args[3:]))
     torch.library.opcheck(mla_decode_op, make_decode(2, 8, 4, 4, [5, 9], dtype)[1])
+    torch.library.opcheck(mla_decode_mass_op, make_decode(2, 8, 4, 4, [5, 9], dtype)[1])
     cotangent = normal(6, 2, 5, seed=5)
     got = torch.autograd.grad(mla_prefill(*inputs, *args[3:]), inputs, cotangent.to(dtype))
     exact = [x.detach().double().requires_grad_() for x in inputs]

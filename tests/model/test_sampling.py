@@ -1,11 +1,12 @@
 """Filters against a loop over sorted tokens, draws against their distribution, and seeds."""
 
 import math
+import random
 
 import pytest
 import torch
 
-from kimi_k3.sampling import SamplingParams, sample, uniform
+from kimi_k3.sampling import Penalties, SamplingParams, sample, uniform
 
 
 def random_logits(seed: int, vocab: int = 40, spread: float = 2.0) -> torch.Tensor:
@@ -208,3 +209,40 @@ def test_wrong_parameters_are_named(name, value):
 
 def test_one_stop_text_may_be_given_as_a_string():
     assert SamplingParams(stop="ab").stop == ("ab",)
+
+
+def penalized_anew(logits_V, params: SamplingParams, prompt: list[int], generated: list[int]) -> torch.Tensor:
+    """The definition: from the whole sequence, at every step."""
+    out_V = logits_V.float().clone()
+    if params.repetition_penalty != 1:
+        seen = torch.tensor(sorted({*prompt, *generated}))
+        old = out_V[seen]
+        out_V[seen] = torch.where(old > 0, old / params.repetition_penalty, old * params.repetition_penalty)
+    if generated:
+        tokens, counts = torch.tensor(generated).unique(return_counts=True)
+        out_V[tokens] -= params.presence_penalty + params.frequency_penalty * counts
+    return out_V
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    "penalties", [(1.3, 0.0, 0.0), (0.7, 0.5, 0.25), (1.0, 0.4, 0.0), (1.0, 0.0, -0.3), (1.17, -0.2, 1 / 3)]
+)
+@pytest.mark.parametrize("vocab", [7, 40, 3000])
+def test_penalties_that_are_kept_equal_those_of_the_whole_sequence(vocab, penalties, dtype):
+    """Bit for bit, where all tokens have been seen too."""
+    repetition, presence, frequency = penalties
+    params = SamplingParams(120, repetition_penalty=repetition, presence_penalty=presence, frequency_penalty=frequency)
+    rng = random.Random(vocab)
+    prompt, generated = [rng.randrange(vocab) for _ in range(rng.randrange(1, 60))], []
+    kept = Penalties(params, prompt, vocab, torch.device("cpu"))
+    for step in range(120):
+        logits_V = random_logits(step, vocab, spread=8.0).to(dtype)
+        logits_V[step % vocab], logits_V[-1 - step % 5] = -0.0, -math.inf
+        before, got = logits_V.clone(), kept.apply(logits_V)
+        want = penalized_anew(logits_V, params, prompt, generated)
+        assert got.dtype == torch.float32 and torch.equal(got.view(torch.int32), want.view(torch.int32))
+        assert torch.equal(logits_V, before)
+        # Some tokens come again and again, and some are of the prompt.
+        generated.append(rng.choice([*prompt[:3], *generated[-3:], rng.randrange(vocab), rng.randrange(vocab)]))
+        kept.add(generated[-1])

@@ -1,3 +1,3 @@
-from kimi_k3_kernels.mla.op import mla_block_mass, mla_decode, mla_prefill
+from kimi_k3_kernels.mla.op import mla_decode, mla_decode_mass, mla_prefill
 
-__all__ = ["mla_block_mass", "mla_decode", "mla_prefill"]
+__all__ = ["mla_decode", "mla_decode_mass", "mla_prefill"]

@@ -1,4 +1,4 @@
-"""The contract of `mla_prefill`, `mla_decode` and `mla_block_mass`: schema, fake, gradient, checks; no arithmetic."""
+"""The contract of `mla_prefill`, `mla_decode` and `mla_decode_mass`: schema, fake, gradient, checks; no arithmetic."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kimi_k3_kernels.library import compute_dtype, define_gpu_kernel, define_gradient, define_op, require
+from kimi_k3_kernels.library import LIBRARY, compute_dtype, define_gpu_kernel, define_gradient, define_op, require
 from kimi_k3_kernels.mla.reference import (
     mla_block_mass_reference,
+    mla_decode_mass_reference,
     mla_decode_reference,
     mla_prefill_backward_reference,
     mla_prefill_reference,
@@ -19,6 +20,9 @@ _PREFILL = (
     "Tensor q, Tensor latent, Tensor kv_b_weight, Tensor latent_pool, Tensor block_tables, Tensor past_lens, "
     "Tensor cu_seqlens, float scale"
 )
+
+
+_DECODE = "Tensor q, Tensor latent_pool, Tensor block_tables, Tensor kv_lens, float scale, int value_dim"
 
 
 def _value_dim(q: Tensor, latent: Tensor, kv_b_weight: Tensor) -> int:
@@ -41,14 +45,17 @@ mla_prefill_backward_op = define_op(
     _backward_fake,
 )
 mla_decode_op = define_op(
-    "mla_decode(Tensor q, Tensor latent_pool, Tensor block_tables, Tensor kv_lens, float scale, int value_dim) -> Tensor",
+    f"mla_decode({_DECODE}) -> Tensor",
     mla_decode_reference,
     lambda q, pool, tables, lens, scale, value_dim: q.new_empty((q.shape[0], q.shape[1], value_dim)),
 )
-mla_block_mass_op = define_op(
-    "mla_block_mass(Tensor q, Tensor latent_pool, Tensor block_tables, Tensor kv_lens, float scale) -> Tensor",
-    mla_block_mass_reference,
-    lambda q, pool, tables, lens, scale: q.new_empty(tables.shape, dtype=compute_dtype(q)),
+mla_decode_mass_op = define_op(
+    f"mla_decode_mass({_DECODE}) -> (Tensor, Tensor)",
+    mla_decode_mass_reference,
+    lambda q, pool, tables, lens, scale, value_dim: (
+        q.new_empty((q.shape[0], q.shape[1], value_dim)),
+        q.new_empty(tables.shape, dtype=compute_dtype(q)),
+    ),
 )
 
 
@@ -115,32 +122,45 @@ def mla_decode(
     Returns: [N, H, value_dim] in q's dtype; softmax in float32 (float64 for float64).
     Raises: ValueError if shapes disagree.
     """
-    require(
-        q.ndim == 3 and latent_pool.ndim == 3 and latent_pool.shape[2] == q.shape[2] and block_tables.ndim == 2
-        and kv_lens.shape == block_tables.shape[:1] == q.shape[:1] and 0 < value_dim <= q.shape[2],
-        "mla_decode", "q [N, H, R + rope], latent_pool [P, block, R + rope], block_tables [N, B], kv_lens [N], value_dim R",
-        q=q, latent_pool=latent_pool, block_tables=block_tables, kv_lens=kv_lens, value_dim=value_dim,
-    )  # fmt: skip
+    _check_decode("mla_decode", q, latent_pool, block_tables, kv_lens, value_dim)
     return mla_decode_op(q, latent_pool, block_tables, kv_lens, scale, value_dim)
 
 
-def mla_block_mass(q: Tensor, latent_pool: Tensor, block_tables: Tensor, kv_lens: Tensor, scale: float) -> Tensor:
-    """The share of `mla_decode`'s attention that each block draws, its mean over the heads.
+def mla_decode_mass(
+    q: Tensor, latent_pool: Tensor, block_tables: Tensor, kv_lens: Tensor, scale: float, value_dim: int
+) -> tuple[Tensor, Tensor]:
+    """`mla_decode`, and the share of its attention that each block draws, the mean over the heads.
 
         mass[n, b] = mean_h sum_(t in block b) softmax_t(scale q_h . latent_t)
 
     Args: as `mla_decode`.
-    Returns: [N, B] float32 (float64 for float64); 0 beyond a sequence's blocks, and a row sums to 1.
+    Returns: what `mla_decode` does, with the same bits, and the mass, [N, B] float32 (float64 for float64): 0 beyond a
+        sequence's blocks, and a row sums to 1.
     Raises: ValueError if shapes disagree.
     """
+    _check_decode("mla_decode_mass", q, latent_pool, block_tables, kv_lens, value_dim)
+    return mla_decode_mass_op(q, latent_pool, block_tables, kv_lens, scale, value_dim)
+
+
+def _check_decode(
+    op: str, q: Tensor, latent_pool: Tensor, block_tables: Tensor, kv_lens: Tensor, value_dim: int
+) -> None:
     require(
         q.ndim == 3 and latent_pool.ndim == 3 and latent_pool.shape[2] == q.shape[2] and block_tables.ndim == 2
-        and kv_lens.shape == block_tables.shape[:1] == q.shape[:1],
-        "mla_block_mass", "q [N, H, R + rope], latent_pool [P, block, R + rope], block_tables [N, B], kv_lens [N]",
-        q=q, latent_pool=latent_pool, block_tables=block_tables, kv_lens=kv_lens,
+        and kv_lens.shape == block_tables.shape[:1] == q.shape[:1] and 0 < value_dim <= q.shape[2],
+        op, "q [N, H, R + rope], latent_pool [P, block, R + rope], block_tables [N, B], kv_lens [N], value_dim R",
+        q=q, latent_pool=latent_pool, block_tables=block_tables, kv_lens=kv_lens, value_dim=value_dim,
     )  # fmt: skip
-    return mla_block_mass_op(q, latent_pool, block_tables, kv_lens, scale)
+
+
+def _decode_mass_on_gpu(
+    q: Tensor, latent_pool: Tensor, block_tables: Tensor, kv_lens: Tensor, scale: float, value_dim: int
+) -> tuple[Tensor, Tensor]:
+    """The bits of `mla_decode`'s own kernel there; the mass has none yet."""
+    out = mla_decode_op(q, latent_pool, block_tables, kv_lens, scale, value_dim)
+    return out, mla_block_mass_reference(q, latent_pool, block_tables, kv_lens, scale)
 
 
 for _op in (mla_prefill_op, mla_decode_op):
     define_gpu_kernel(_op, "kimi_k3_kernels.mla.kernel_triton")
+LIBRARY.impl("mla_decode_mass", _decode_mass_on_gpu, "CUDA")

@@ -13,7 +13,7 @@ from kimi_k3_kernels.library import compute_dtype
 # Query rows and expanded key elements held at once: a long prompt costs memory in its length, not its square.
 QUERY_TILE = 512
 EXPANDED_ELEMENTS = 1 << 26
-MASS_TOKENS = 4096  # whose scores `mla_block_mass` holds at once
+MASS_TOKENS = 4096  # whose scores `mla_block_mass_reference` holds at once
 
 
 def gather_latents(latent_pool: Tensor, block_table: Tensor, length: int) -> Tensor:
@@ -133,6 +133,7 @@ def mla_decode_reference(
 def mla_block_mass_reference(
     q: Tensor, latent_pool: Tensor, block_tables: Tensor, kv_lens: Tensor, scale: float
 ) -> Tensor:
+    """The mass alone, [N, B]."""
     page = latent_pool.shape[1]
     mass_NB = torch.zeros(block_tables.shape, dtype=compute_dtype(q), device=q.device)
     at_once = max(1, MASS_TOKENS // page)
@@ -148,3 +149,10 @@ def mla_block_mass_reference(
             mass_B = torch.cat(parts, -1).softmax(-1).mean(0)
             mass_NB[n, : len(mass_B)] = mass_B
     return mass_NB
+
+
+def mla_decode_mass_reference(
+    q: Tensor, latent_pool: Tensor, block_tables: Tensor, kv_lens: Tensor, scale: float, value_dim: int
+) -> tuple[Tensor, Tensor]:
+    out = mla_decode_reference(q, latent_pool, block_tables, kv_lens, scale, value_dim)
+    return out, mla_block_mass_reference(q, latent_pool, block_tables, kv_lens, scale)

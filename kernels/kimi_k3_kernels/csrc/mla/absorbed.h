@@ -13,16 +13,51 @@ struct Split {
   int64_t row, begin, end;
 };
 
+// Asks for the share of a row's attention that each block of its tokens draws, the mean over the heads.
+struct BlockMass {
+  float* out;  // [rows, columns]; zeros past a row's last block
+  int64_t columns, block;
+};
+
+inline int64_t blocks_of(const Split& split, int64_t block) { return (split.end - 1) / block - split.begin / block + 1; }
+
+template <class Element>
+float sum_of(const Element* p, int64_t count) {
+  float parts[kVector] = {};
+  int64_t t = 0;
+  for (; t + kVector <= count; t += kVector)
+    for (int64_t j = 0; j < kVector; ++j) parts[j] += load(p + t + j);
+  for (int64_t j = 0; t + j < count; ++j) parts[j] += load(p + t + j);
+  for (int64_t half = kVector / 2; half > 0; half /= 2)
+    for (int64_t j = 0; j < half; ++j) parts[j] += parts[j + half];
+  return parts[0];
+}
+
+// One head: `sums` of a split's blocks until now times `factor`, and the probabilities of its tokens begin..end - 1.
+template <class Element>
+void add_block_sums(const Split& split, int64_t block, int64_t begin, int64_t end, const Element* p, float factor,
+                    float* sums) {
+  const int64_t first = split.begin / block, known = begin == split.begin ? 0 : (begin - 1) / block - first + 1;
+  for (int64_t b = 0; b < known; ++b) sums[b] *= factor;
+  for (int64_t t = begin; t < end;) {
+    const int64_t b = t / block, stop = std::min(end, (b + 1) * block);
+    const float sum = sum_of(p + t - begin, stop - t);
+    sums[b - first] = t == split.begin || t == b * block ? sum : sums[b - first] + sum;
+    t = stop;
+  }
+}
+
 // Where a split ends depends on its row's length alone, so no row's result depends on threads or on other rows.
 inline int64_t split_size(int64_t length) {
   return kSoftmaxTile * std::max<int64_t>(1, divide_up(length, kSoftmaxTile * kMaxSplits));
 }
 
 // queries [lengths.size(), H, width] -> out [.., H, value_dim]. find_latents(row, begin, end, T** out) names the latents
-// of a row's tokens begin..end - 1.
+// of a row's tokens begin..end - 1. mass: null, or where to write it; `out` has the same bits either way.
 template <class P, class FindLatents>
 void attend_group(const typename P::Source* queries, int64_t heads, int64_t width, const int64_t* lengths, int64_t count,
-                  const FindLatents& find_latents, int64_t value_dim, float scale, typename P::Source* out) {
+                  const FindLatents& find_latents, int64_t value_dim, float scale, typename P::Source* out,
+                  const BlockMass* mass) {
   using Source = typename P::Source;
   using Element = typename P::Element;
   constexpr int64_t kTile = kSoftmaxTile;
@@ -36,6 +71,10 @@ void attend_group(const typename P::Source* queries, int64_t heads, int64_t widt
   }
   const int64_t num_splits = splits.size();
   Buffer<float> contexts(num_splits * heads * values_padded), maxima(num_splits * heads), sums(num_splits * heads);
+  std::vector<int64_t> block_starts(num_splits + 1);  // in block_sums, of a split's [H, blocks]
+  if (mass)
+    for (int64_t s = 0; s < num_splits; ++s) block_starts[s + 1] = block_starts[s] + heads * blocks_of(splits[s], mass->block);
+  Buffer<float> block_sums(block_starts[num_splits]);
 
   parallel(num_splits, 1, [&](int64_t first, int64_t last) {
     Buffer<Element> packed(heads * depth * P::kUnit), panel(panel_elements<P>(std::max(depth, lanes<P>(kTile))));
@@ -61,6 +100,10 @@ void attend_group(const typename P::Source* queries, int64_t heads, int64_t widt
         }
         P::softmax({scores.start, kTile, heads, divide_up(tokens, kVector) * kVector, tokens, 0, scale}, running, p.start,
                    kTile);
+        if (mass)
+          for (int64_t h = 0; h < heads; ++h)
+            add_block_sums(split, mass->block, begin, begin + tokens, p.start + h * kTile, factors.start[h],
+                           block_sums.start + block_starts[s] + h * blocks_of(split, mass->block));
         for (int64_t c = 0; c < value_dim; c += kColumns) {
           const int64_t columns = std::min(kColumns, value_dim - c);
           P::stack(rows, tokens, c, columns, panel.start);
@@ -89,23 +132,51 @@ void attend_group(const typename P::Source* queries, int64_t heads, int64_t widt
       for (int64_t c = 0; c < value_dim; ++c) store(out + row * value_dim + c, total[c] * inverse);
     }
   });
+
+  if (!mass) return;
+  parallel(count, 1, [&](int64_t first, int64_t last) {
+    std::vector<float> total(mass->columns);  // of a head's blocks
+    for (int64_t n = first; n < last; ++n) {
+      float* to = mass->out + n * mass->columns;
+      std::fill_n(to, mass->columns, 0.0f);
+      for (int64_t h = 0; h < heads; ++h) {
+        float largest = -std::numeric_limits<float>::infinity(), sum = 0.0f;
+        for (int64_t s = starts[n]; s < starts[n + 1]; ++s) largest = std::max(largest, maxima.start[s * heads + h]);
+        const int64_t used = divide_up(lengths[n], mass->block);
+        std::fill_n(total.begin(), used, 0.0f);
+        for (int64_t s = starts[n]; s < starts[n + 1]; ++s) {
+          const float factor = std::exp2(maxima.start[s * heads + h] - largest);
+          const int64_t blocks = blocks_of(splits[s], mass->block);
+          const float* from = block_sums.start + block_starts[s] + h * blocks;
+          for (int64_t b = 0; b < blocks; ++b) total[splits[s].begin / mass->block + b] += factor * from[b];
+        }
+        for (int64_t b = 0; b < used; ++b) sum += total[b];
+        const float inverse = 1.0f / (sum * heads);
+        for (int64_t b = 0; b < used; ++b) to[b] += total[b] * inverse;
+      }
+    }
+  });
 }
 
 template <class P, class FindLatents>
 void attend_absorbed(const typename P::Source* queries, int64_t heads, int64_t width, const std::vector<int64_t>& lengths,
-                     const FindLatents& find_latents, int64_t value_dim, float scale, typename P::Source* out) {
+                     const FindLatents& find_latents, int64_t value_dim, float scale, typename P::Source* out,
+                     const BlockMass* mass = nullptr) {
   const int64_t count = lengths.size(), split_bytes = heads * divide_up(value_dim, kColumns) * kColumns * sizeof(float);
   for (int64_t first = 0, last; first < count; first = last) {
     int64_t bytes = 0;
     for (last = first; last < count; ++last) {
       bytes += split_bytes * divide_up(lengths[last], split_size(lengths[last]));
+      if (mass) bytes += heads * divide_up(lengths[last], mass->block) * sizeof(float);
       if (last > first && bytes > kContextBytes) break;
     }
     auto find_in_group = [&, first](int64_t row, int64_t begin, int64_t end, const typename P::Source** rows) {
       find_latents(first + row, begin, end, rows);
     };
+    BlockMass group_mass{};
+    if (mass) group_mass = {mass->out + first * mass->columns, mass->columns, mass->block};
     attend_group<P>(queries + first * heads * width, heads, width, lengths.data() + first, last - first, find_in_group,
-                    value_dim, scale, out + first * heads * value_dim);
+                    value_dim, scale, out + first * heads * value_dim, mass ? &group_mass : nullptr);
   }
 }
 

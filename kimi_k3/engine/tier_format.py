@@ -38,12 +38,6 @@ class TierError(Exception):
         self.reason = reason
 
 
-def check_key(key: str) -> None:
-    """Raise ValueError unless `key` is 64 lower-case hex characters and short suffixes such as "-b" or "-s-0-12"."""
-    if not isinstance(key, str) or not KEY.fullmatch(key):
-        raise ValueError(f"key: want 64 lower-case hex characters and suffixes like -s-0-12, got {key!r}")
-
-
 def check_payload(payload: Payload) -> None:
     """Raise ValueError unless `payload` is one or more named CPU tensors of a dtype that can be stored."""
     if not payload:

@@ -86,6 +86,10 @@ class _Write(NamedTuple):
     ready: Callable[[], None] | None = None
     codec: LossyCodec = EXACT  # that the bytes went through already
 
+    @property
+    def num_bytes(self) -> int:
+        return payload_bytes(self.payload)
+
     def whole(self) -> Payload:
         """The payload, once its producer has finished."""
         if self.ready:
@@ -101,6 +105,7 @@ class TierStack:
             the next; what is read from a lower one is put into the first, too. Closed together with the stack.
         max_pending_bytes: bound on what waits to be written; one entry of any size may always wait. None: a 32nd of the
             memory that is free now, at least 1 GiB.
+    shared_index: of the first tier that outlives this process; None where none does.
     lost: keys, oldest first, that were stored and are in no tier that this process knows of: a write that failed, an
         entry that left the last tier. Whoever needs to know takes them from it.
     An entry that waits to be written is found and fetched as if it had arrived. Entries of a lossy tier are never moved
@@ -112,15 +117,12 @@ class TierStack:
             max_pending_bytes = max(1 << 30, available_memory(torch.device("cpu")) // 32)
         self.tiers, self.max_pending_bytes = tuple(tiers), max_pending_bytes
         self.has_far = any(tier.is_far for tier in self.tiers)
-        # The first that outlives this process.
         self.shared_index = next((i for i, tier in enumerate(self.tiers) if tier.is_shared), None)
         self.lost: deque[str] = deque()
         self._changed = threading.Condition(threading.RLock())  # guards all below; no tier is called with it held
         self._counts: Counter[str] = Counter()
         self._reads: deque[tuple[Fetch, str]] = deque()
-        self._writes: OrderedDict[tuple[str, int], _Write] = (
-            OrderedDict()
-        )  # by key and tier; the first is being written
+        self._writes: OrderedDict[tuple[str, int], _Write] = OrderedDict()  # (key, tier) ->; the first is being written
         self._pending_bytes = 0
         self._is_closed = self._is_stopped = False
         for index, tier in enumerate(self.tiers):
@@ -219,7 +221,7 @@ class TierStack:
             dropped = list(self._writes)[1:]
             self._counts["dropped"] += len(dropped)
             for place in dropped:
-                self._pending_bytes -= payload_bytes(self._writes.pop(place).payload)
+                self._pending_bytes -= self._writes.pop(place).num_bytes
             self._changed.notify_all()
         for thread in self._threads:  # a thread that hangs in a tier is a daemon: it cannot keep the process
             thread.join(max(deadline - time.monotonic(), 1.0))
@@ -231,10 +233,9 @@ class TierStack:
 
     def _enqueue(self, key: str, index: int, write: _Write, if_full: str, wait_s: float = 0.0) -> bool:
         """Queue a write; False if there is no room, which is counted under `if_full`."""
-        size = payload_bytes(write.payload)
 
         def may_go() -> bool:
-            is_full = self._pending_bytes and self._pending_bytes + size > self.max_pending_bytes
+            is_full = self._pending_bytes and self._pending_bytes + write.num_bytes > self.max_pending_bytes
             return (key, index) in self._writes or self._is_stopped or not is_full
 
         with self._changed:
@@ -245,7 +246,7 @@ class TierStack:
                 self._counts[if_full] += 1
                 return False
             self._writes[key, index] = write
-            self._pending_bytes += size
+            self._pending_bytes += write.num_bytes
             self._changed.notify_all()
             return True
 
@@ -275,12 +276,11 @@ class TierStack:
                 is_stored = self._write(key, index, write)
             except Exception:
                 logger.exception("tiers: could not store %s", key)
-            size = payload_bytes(write.payload)
             with self._changed:
                 del self._writes[key, index]
-                self._pending_bytes -= size
+                self._pending_bytes -= write.num_bytes
                 self._counts["stored" if is_stored else "failed_writes"] += 1
-                self._counts["stored_bytes"] += size if is_stored else 0
+                self._counts["stored_bytes"] += write.num_bytes if is_stored else 0
                 self._changed.notify_all()
             if not is_stored:
                 self.lost.append(key)
@@ -318,11 +318,10 @@ class TierStack:
                 continue
             if payload is None:
                 continue
-            if index > 0 and not write and _may_hold(self.tiers[0], tier.codec):
-                is_promoted = self._enqueue(key, 0, _Write(payload, codec=tier.codec), "dropped")
-                with self._changed:
-                    self._counts["promoted"] += is_promoted
+            is_better_near = index > 0 and not write and _may_hold(self.tiers[0], tier.codec)
+            is_promoted = is_better_near and self._enqueue(key, 0, _Write(payload, codec=tier.codec), "dropped")
             with self._changed:
+                self._counts["promoted"] += is_promoted
                 self._counts["fetched"] += 1
                 self._counts["fetched_bytes"] += payload_bytes(payload)
             return payload, ""

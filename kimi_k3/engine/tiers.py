@@ -18,19 +18,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+import numpy as np
 import torch
 
-from kimi_k3.engine.tier_format import (
-    LossyCodec,
-    Payload,
-    Precision,
-    TierError,
-    byte_view,
-    check_key,
-    check_payload,
-    pack,
-    unpack,
-)  # fmt: skip
+from kimi_k3.engine.tier_format import KEY, LossyCodec, Payload, Precision, TierError, check_payload, pack, unpack
 
 SERVER_BYTES = 1 << 29  # the servers' own limit to an entry
 
@@ -63,9 +54,8 @@ class Tier:
 
         Raises: ValueError for a key or payload that no tier takes; TierError "io" or "timeout".
         """
-        check_key(key)
         check_payload(payload)
-        with self._counting_errors(), self._put_lock:
+        with self._checked([key]), self._put_lock:
             is_stored = self._put(key, self.codec.encode(payload))
         self._count("puts" if is_stored else "refused")
         return is_stored
@@ -81,8 +71,7 @@ class Tier:
 
     def read(self, key: str) -> Payload | None:
         """`get` of what moves from tier to tier: neither a hit nor a miss."""
-        check_key(key)
-        with self._counting_errors():
+        with self._checked([key]):
             try:
                 stored = self._get(key)
             except TierError as error:
@@ -97,15 +86,12 @@ class Tier:
 
     def contains_each(self, keys: Sequence[str]) -> list[bool]:
         """`contains` of each key, in one round trip."""
-        for key in keys:
-            check_key(key)
-        with self._counting_errors():
+        with self._checked(keys):
             return self._contains_each(keys)
 
     def delete(self, key: str) -> None:
         """Remove the entry if it is there. Raises: TierError "io" or "timeout"."""
-        check_key(key)
-        with self._counting_errors():
+        with self._checked([key]):
             self._delete(key)
 
     def stats(self) -> dict[str, int]:
@@ -136,7 +122,11 @@ class Tier:
             self._counts[name] += 1
 
     @contextmanager
-    def _counting_errors(self) -> Iterator[None]:
+    def _checked(self, keys: Sequence[str]) -> Iterator[None]:
+        """Raises ValueError for what is no key; failures inside are counted."""
+        for key in keys:
+            if not isinstance(key, str) or not KEY.fullmatch(key):
+                raise ValueError(f"key: want 64 lower-case hex characters and suffixes like -s-0-12, got {key!r}")
         try:
             yield
         except TierError as error:
@@ -316,14 +306,11 @@ class DiskTier(LocalTier):
 
     def _get(self, key: str) -> Payload | None:
         try:
-            with open(self._path(key), "rb", buffering=0) as file:
-                data = torch.empty(os.fstat(file.fileno()).st_size, dtype=torch.uint8)
-                view, done = byte_view(data), 0
-                while done < len(view) and (count := file.readinto(view[done:])):
-                    done += count
+            with open(self._path(key), "rb") as file:
+                data = torch.from_numpy(np.fromfile(file, dtype=np.uint8))
         except FileNotFoundError:
             return None
-        payload = unpack(key, data[:done], self.codec.format)
+        payload = unpack(key, data, self.codec.format)
         self._touch(key)
         return payload
 
@@ -356,7 +343,7 @@ class DiskTier(LocalTier):
             for file in os.scandir(shard.path) if shard.is_dir() else ():
                 key, _, kind = file.name.rpartition(".")
                 try:
-                    if kind == "safetensors":
+                    if kind == "safetensors" and KEY.fullmatch(key):
                         found.append((file.stat().st_mtime_ns, file.stat().st_size, key))
                     elif kind == "tmp":
                         _remove_leftover(file.path)

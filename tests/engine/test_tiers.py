@@ -313,13 +313,13 @@ def test_evicted_under_a_reader_is_a_miss_or_whole(tmp_path, monkeypatch):
     tier = DiskTier(tmp_path, 1 << 20)
     tier.put(key(0), entry(0))
     assert tier.contains(key(0))
-    real = os.fstat
+    real = tiers.np.fromfile
 
-    def evict_first(descriptor):
+    def evict_first(file, dtype):
         DiskTier(tmp_path, 1 << 20).delete(key(0))  # between the reader's open and its read
-        return real(descriptor)
+        return real(file, dtype)
 
-    monkeypatch.setattr(os, "fstat", evict_first)
+    monkeypatch.setattr(tiers.np, "fromfile", evict_first)
     assert same(tier.get(key(0)), entry(0))
     assert tier.get(key(0)) is None
 

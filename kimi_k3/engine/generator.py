@@ -25,7 +25,7 @@ from kimi_k3.engine.prefix_index import chain
 from kimi_k3.engine.request import GenerationResult, Request, RequestOutput, TokenLogprobs
 from kimi_k3.engine.residency import REFRESH_STEPS, Residency
 from kimi_k3.engine.runner import CudaRecorder, DecodeGraphs, Piece, Runner
-from kimi_k3.engine.scheduler import DEFAULT_POLICY, SCHEDULERS, Candidate, Resources
+from kimi_k3.engine.scheduler import DEFAULT_POLICY, SCHEDULERS, Candidate, Resources, Schedule
 from kimi_k3.engine.tier_format import LossyCodec
 from kimi_k3.generation import StopText, end_ids
 from kimi_k3.sampling import SamplingParams, fresh_seed, penalize, sample
@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from kimi_k3.tokenization_kimi_k3 import KimiK3Tokenizer
 
 LOOK_PAST = 64  # requests in line beyond the free seats that a step considers
-LOOK_UP_FIRST = 8  # so many in line are looked up in the cache in every step in which it has changed
+# So many in line are looked up in the cache in every step in which it has changed: as many as could get a slot now, within
+LOOK_UP_LEAST, LOOK_UP_FIRST = 1, 8
 KEPT_LATENCIES = 4096  # of each kind, for `stats`
 MAX_LEADERS = 2  # a request waits for so many others' prefills, then computes its prefix itself
 
@@ -123,6 +124,9 @@ class KimiK3Generator:
         self._ends = end_ids(model, None) | frozenset(tokenizer.end_token_ids if tokenizer is not None else ())
 
         self._expert_budget = 0.0
+        self._events = 0  # of requests: arrived, read ahead, finished, failed
+        self._settled = Schedule([], [], [], [], {})  # see `_decide`
+        self._settled_at: tuple[int, ...] | None = None
         self._next_rid = 0
         self._outputs: list[RequestOutput] = []  # that no step has returned yet
         self._results: dict[int, GenerationResult] = {}
@@ -199,7 +203,9 @@ class KimiK3Generator:
             decoder=None if self.tokenizer is None else self.tokenizer.stream_decoder(),
             shown=StopText(params.stop), parent=first, last_step=self.num_steps,
         )  # fmt: skip
+        self.memory.look_up(self._requests[rid], self.num_steps)
         self.counts["requests"] += 1
+        self._events += 1
 
     def abort(self, rid: int) -> None:
         """End a request now, with what it has; nothing of an unfinished prefill is kept. Unknown or finished: nothing."""
@@ -241,17 +247,10 @@ class KimiK3Generator:
 
     def _run_scheduled(self) -> None:
         if self.tiers is not None:
-            self.tiers.poll(self._requests.values())
+            self._events += self.tiers.poll(self._requests.values())
         decision_started = time.perf_counter()
-        running = [r for r in self._requests.values() if r.slot >= 0]
-        waiting = self._next_in_line(running)
-        if self.prefix_cache:
-            self._find_dependencies(running, waiting)
-        candidates = [self._running_candidate(r) for r in running]
-        candidates += [self._waiting_candidate(r, place) for place, r in enumerate(waiting)]
-        plan = self._schedule(candidates, self._resources(running))
+        plan = self._decide()
         self.counts["schedule_us"] += int(1e6 * (time.perf_counter() - decision_started))
-        self.counts["held_line"] += len(self._requests) - len(candidates)
         if self._expert_budget and plan.expert_load > self._expert_budget:
             self.counts["overloaded_steps"] += 1
         for reason in plan.reasons.values():
@@ -279,6 +278,7 @@ class KimiK3Generator:
                 if request.rid in self._requests:
                     self.memory.take_back(request)
             self.counts["failed_steps"] += 1
+            self._events += 1
             raise
 
     def _forward(self, pieces: list[Piece]) -> None:
@@ -292,6 +292,28 @@ class KimiK3Generator:
             self._forward_seconds += time.perf_counter() - forward_started
         self._commit(pieces, hidden_RD, logits_RV)
 
+    def _decide(self) -> Schedule:
+        """The schedule of this step; the last one again while each running request decodes and nothing has changed for those
+        who wait: their turn comes with an event, or, where it is a matter of time, within REFRESH_STEPS."""
+        running = [r for r in self._requests.values() if r.slot >= 0]
+        version = (self._events, self.index.clock, self.index.evictions, self.num_steps // REFRESH_STEPS)
+        if version == self._settled_at and all(len(r.tokens) <= len(r.table) * self.block_size for r in running):
+            self.counts["repeated_schedules"] += 1
+            return self._settled
+        waiting = self._next_in_line(running)
+        resources = self._resources(running)
+        self._look_up(waiting, resources)
+        if self.prefix_cache and waiting:
+            self._find_dependencies(running, waiting)
+        candidates = [self._running_candidate(r) for r in running] + [self._waiting_candidate(r) for r in waiting]
+        plan = self._schedule(candidates, resources)
+        if len(waiting) < len(self._requests) - len(running):
+            plan.reasons.update(dict.fromkeys(self._requests.keys() - {c.rid for c in candidates}, "line"))
+        is_steady = len(plan.run) == len(running) and all(r.is_decoding for r in running)
+        is_steady = is_steady and not (plan.admit or plan.preempt or plan.prefetch or self._expert_budget)
+        self._settled, self._settled_at = plan, version if is_steady else None
+        return plan
+
     def _next_in_line(self, running: list[Request]) -> list[Request]:
         """Those who wait and can be of interest now: as many as there are seats, and some more for those held back."""
         waiting = [r for r in self._requests.values() if r.slot < 0]
@@ -301,20 +323,25 @@ class KimiK3Generator:
             del waiting[most:]
         return waiting
 
+    def _look_up(self, waiting: list[Request], resources: Resources) -> None:
+        """What the cache holds for those who wait: of the first in line in every step, of the others now and then."""
+        seats = resources.room_blocks // resources.slot_blocks
+        first = max(LOOK_UP_LEAST, min(LOOK_UP_FIRST, seats))
+        for place, request in enumerate(waiting):
+            if place < first or request.reuse_version < 0 or (self.num_steps + place) % REFRESH_STEPS == 0:
+                self.memory.look_up(request, self.num_steps)
+
     def _running_candidate(self, request: Request) -> Candidate:
-        done, total, prompt = request.done, len(request.tokens), len(request.prompt)
-        last_saved = request.saved[-1].position if request.saved else 0
+        done, total, prompt, step = request.done, len(request.tokens), len(request.prompt), self.num_steps
+        kept = max(request.saved[-1].position, request.reuse) if request.saved else request.reuse
         return Candidate(
             request.rid, request.rid, request.priority, True, done, total, done >= prompt and total - done <= 1,
-            len(request.table), self.memory.unshared_blocks(request), 0, None, "none", 0,
-            request.params.max_new_tokens - total + prompt, max(0, done - max(last_saved, request.reuse)),
-            self.num_steps - request.last_step, request.expert_loads, self.num_steps - request.admitted_step,
+            request.counted_blocks, request.unshared, 0, None, "none", 0,
+            request.params.max_new_tokens - total + prompt, max(0, done - kept),
+            step - request.last_step, request.expert_loads, step - request.admitted_step,
         )  # fmt: skip
 
-    def _waiting_candidate(self, request: Request, place: int) -> Candidate:
-        """place: in line. What the cache holds for those far behind is looked up now and then."""
-        if place < LOOK_UP_FIRST or request.reuse_version < 0 or (self.num_steps + place) % REFRESH_STEPS == 0:
-            self.memory.look_up(request, self.num_steps)
+    def _waiting_candidate(self, request: Request) -> Candidate:
         total, prompt = len(request.tokens), len(request.prompt)
         return Candidate(
             request.rid, request.rid, request.priority, False, 0, total, False, request.reuse_shared, 0,
@@ -368,7 +395,8 @@ class KimiK3Generator:
         piece = self.memory.prepare(request, count, followers)
         if piece is not None:
             request.last_step = self.num_steps
-            request.admitted_step = self.num_steps if is_new else request.admitted_step
+            if is_new:
+                request.admitted_step, request.waits_for = self.num_steps, None
         return piece
 
     def _preempt(self, request: Request, how: str) -> None:
@@ -492,6 +520,7 @@ class KimiK3Generator:
             heat=request.heat,
         )  # fmt: skip
         del self._requests[request.rid]
+        self._events += 1
         if is_announced:
             self._outputs.append(RequestOutput(request.rid, [], finish_reason=reason, error=request.error))
 

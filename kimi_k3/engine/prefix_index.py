@@ -247,25 +247,23 @@ class PrefixIndex:
 
     # What goes.
 
-    def evictable_slots(self) -> int:
-        return sum(1 for snapshot in self._snapshots if not snapshot.pins and snapshot.slot >= 0)
-
-    def evict(self, *, keep: Callable[[Snapshot], bool] = lambda snapshot: False) -> bool:
+    def evict(self) -> bool:
         """Drop the snapshot whose loss costs least for its bytes, with the blocks only it needs. False: nothing to drop.
 
         While snapshots weigh more than latents, those in between go first, the finest grid first: at last only the ends
         of paths are left.
         """
-        candidates = [s for s in self._snapshots if not s.pins and not keep(s)]
+        candidates = [s for s in self._snapshots if not s.pins]
         if not candidates:
             return False
         if len(self._snapshots) * self.slot_bytes > self.num_blocks * self.block_bytes:
-            between = [s for s in candidates if self._is_between(s)]
+            between = [s for s in candidates if self.is_between(s)]
             candidates = between or candidates
         self.drop(min(candidates, key=self._value))
         return True
 
-    def _is_between(self, snapshot: Snapshot) -> bool:
+    def is_between(self, snapshot: Snapshot) -> bool:
+        """Whether what is kept goes on after it."""
         node = self._snapshots[snapshot]
         return any(position > snapshot.position for position in node.snapshots) or bool(node.children)
 
@@ -279,7 +277,7 @@ class PrefixIndex:
         before, heat = self._stretch(node, snapshot.position)
         saved = snapshot.position - before
         held = self.snapshot_weight * self.slot_bytes
-        if not self._is_between(snapshot):
+        if not self.is_between(snapshot):
             held += self.latent_weight * self.block_bytes * saved / self.block_size
         age = self.clock - snapshot.used
         weight = END_WEIGHT if snapshot.is_end else 1.0
@@ -301,12 +299,20 @@ class PrefixIndex:
         return 0, heat
 
     def drop(self, snapshot: Snapshot) -> None:
+        self._take_out(snapshot)
+        snapshot.free(self.pool)
+
+    def take_slot(self, snapshot: Snapshot) -> int:
+        """As `drop`, but the slot, with the state in it, becomes the caller's."""
+        self._take_out(snapshot)
+        return snapshot.slot
+
+    def _take_out(self, snapshot: Snapshot) -> None:
         node = self._snapshots[snapshot]
         if self.on_evict is not None:
             self.on_evict(Evicted(node, snapshot, self.path_to(node)))
         self.evictions += 1
         del self._snapshots[snapshot], node.snapshots[snapshot.position]
-        snapshot.free(self.pool)
         while node.parent is not None and not node.snapshots and not node.children:
             parent = node.parent
             siblings = parent.children[node.tokens[0]]

@@ -93,12 +93,12 @@ class Residency:
         request.shares, request.counted_blocks = self.pool.shares, len(request.table)
         return request.unshared
 
-    def room_blocks(self, requests: Iterable[Request]) -> int:
+    def room_blocks(self, running: Sequence[Request]) -> int:
         """Places for blocks that are free, or would be if all that is only kept for reuse were dropped."""
-        live = list(requests)
-        kept = self.pool.num_unshared - sum(self.unshared_blocks(request) for request in live if request.table)
-        slots = self.index.evictable_slots() + sum(s.slot >= 0 for request in live for s in request.saved)
-        return self.pool.free_blocks + slots * self.pool.blocks_per_page + kept
+        kept_blocks = self.pool.num_unshared - sum([self.unshared_blocks(request) for request in running])
+        read = {id(r.read_from) for r in running if r.read_from is not None and r.read_from.slot >= 0}
+        kept_slots = self.pool.num_slots - len(running) - len(read)
+        return self.pool.free_blocks + kept_slots * self.pool.blocks_per_page + kept_blocks
 
     # What a waiting request would find.
 
@@ -133,6 +133,26 @@ class Residency:
                 return None
         return block
 
+    def _slot_beside(self, snapshot: Snapshot | None) -> int | None:
+        """A slot for a request that starts from `snapshot`; where none is free, that one's own if nothing kept goes on from
+        it (it is what a chat's last turn left) or nothing else can go."""
+        slot = self.pool.add_slot()
+        can_take = snapshot is not None and snapshot.slot >= 0 and snapshot.pins == 1
+        if slot is None and not (can_take and snapshot is not None and not self.index.is_between(snapshot)):
+            slot = self.slot()
+        return self.index.take_slot(snapshot) if slot is None and can_take and snapshot is not None else slot
+
+    def _own_tail(self, request: Request) -> bool:
+        """Where others may read the last block of its table, a copy takes its place; False where there is no room for one."""
+        if self.pool.references[request.table[-1]] > 1:
+            tail = self.block()
+            if tail is None:
+                return False
+            self.pools.copy_block(self.pool.places[request.table[-1]], self.pool.places[tail])
+            self.pool.free_block(request.table[-1])
+            request.table[-1] = tail
+        return True
+
     def _spare_slot(self) -> int | None:
         """As `slot`, but what a request has saved stays: this step's forward may be about to write it."""
         while (slot := self.pool.add_slot()) is None:
@@ -156,6 +176,7 @@ class Residency:
         """
         is_new = not request.is_running
         if is_new and not self._admit(request, followers):
+            self.counts["held_allocation"] += 1
             return None
         end = min(request.done + count, len(request.tokens))
         if is_new and end < len(request.tokens):  # the hit may differ from the one that was planned with
@@ -182,34 +203,32 @@ class Residency:
             if not snapshot.pins:  # a tier may just have brought it
                 self.pack([snapshot])
             snapshot.pins += 1  # nothing below may evict it
-        shared = [node.block for node in match.path if node.start + self.block_size <= match.position]
-        for block in shared:
+        request.table = [node.block for node in match.path]
+        for block in request.table:
             self.pool.share_block(block)
-        request.table = shared
-        slot = self.slot()
-        is_partial = match.position % self.block_size != 0
-        tail = self.block() if slot is not None and is_partial else None
-        if slot is None or (is_partial and tail is None):
+        slot = self._slot_beside(snapshot)
+        has_tail = slot is not None and (match.position % self.block_size == 0 or self._own_tail(request))
+        if snapshot is not None:
+            snapshot.pins -= 1
+        if slot is None or not has_tail:
             if slot is not None:
                 self.pool.free_slot(slot)
-            if snapshot is not None:
-                snapshot.pins -= 1
             self._free_table(request)
-            # A hit keeps its snapshot and the original of its last block in memory beside the request's own: where that is
+            # A hit may keep its snapshot and the original of its last block in memory beside the request's own: where that is
             # too much even for one request, the hit gives way.
             is_alone = not any(r.is_running for r in self._requests.values())
             return snapshot is not None and is_alone and self._admit(request, followers, is_cold=True)
-        if tail is not None:  # others may read the block it shares: it writes into a copy
-            self.pools.copy_block(self.pool.places[match.path[-1].block], self.pool.places[tail])
-            request.table.append(tail)
-        request.slot, request.read_from, request.done = slot, snapshot, match.position
+        request.slot, request.done = slot, match.position
         request.published, request.started_from = match.position, snapshot
         request.hidden = snapshot.hidden if snapshot is not None and match.position == len(request.tokens) else None
         if snapshot is not None and snapshot.blocks:
             self.pools.stage_blocks(self._places(snapshot))
             self.pools.unstage_slot(slot)
-            snapshot.pins -= 1
-            request.read_from = None
+        elif snapshot is not None and slot != snapshot.slot:
+            request.read_from = snapshot
+            snapshot.pins += 1
+        elif snapshot is not None:  # it is kept no longer
+            request.reuse = 0
         self.index.touch(match)
         if not request.admitted_at:
             request.admitted_at = time.monotonic()

@@ -170,8 +170,9 @@ class TierStore:
         request.fetch_state = "pending"
         self.counts["fetches"] += 1
 
-    def poll(self, requests: Iterable[Request]) -> None:
-        """Take what has been read. A read is done where it is done on every rank, and failed where it failed on one."""
+    def poll(self, requests: Iterable[Request]) -> int:
+        """Take what has been read, and return how many reads ended. One is done where it is done on every rank, and failed
+        where it failed on one."""
         self._unmark_lost()
         pending = [r for r in requests if r.fetch_state == "pending"]
         done = self.agreement.least([int(r.fetch.done()) for r in pending])
@@ -191,6 +192,7 @@ class TierStore:
             if severity:
                 self._give_up(request)
         self._reading_bytes = sum(r.fetch_bytes for r in pending if r.fetch_state == "pending")
+        return sum(done)
 
     def pause(self, requests: Iterable[Request]) -> None:
         """For a step with nothing to run: where a read is under way, wait a little for news of it."""

@@ -14,15 +14,16 @@ import time
 import uuid
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 
 from kimi_k3.engine.tier_format import KEY, LossyCodec, Payload, Precision, TierError, check_payload, pack, unpack
 
+SCAN_SECONDS = 10.0
 SERVER_BYTES = 1 << 29  # the servers' own limit to an entry
 
 
@@ -137,18 +138,12 @@ class Tier:
             raise TierError("io", f"{self.name}: {error}") from error
 
 
-class _Held(NamedTuple):
-    num_bytes: int
-    used_ns: int  # as far as known: another process may have used it since
-    content: Any
-
-
 class LocalTier(Tier):
     """A tier that keeps to its bytes itself: the least recently used entries make room."""
 
     def __init__(self, limit: int, latents: Precision, snapshots: Precision) -> None:
         super().__init__(limit, latents, snapshots)
-        self._held: OrderedDict[str, _Held] = OrderedDict()  # the next to go first
+        self._held: OrderedDict[str, tuple[int, Any]] = OrderedDict()  # key -> bytes, content; the next to go first
         self._bytes = 0
 
     def _make_room(self, num_bytes: int) -> bool:
@@ -160,37 +155,29 @@ class LocalTier(Tier):
             with self._lock:
                 if self._bytes + num_bytes <= self._limit:
                     return True
-                key, held = next(iter(self._held.items()))
-            used_ns = self._used_ns(key)
-            if used_ns > held.used_ns:
-                self._use(key, used_ns)
-                continue
+                key = next(iter(self._held))
             if self.on_evict:
                 self.on_evict(key)
             self._delete(key)
             self._count("evicted")
         return False
 
-    def _used_ns(self, key: str) -> int:
-        return 0
-
-    def _use(self, key: str, used_ns: int = 0) -> _Held | None:
-        """Make an entry the last to go; None if it is not known."""
+    def _use(self, key: str) -> Any:
+        """Make an entry the last to go; its content, or None if it is not known."""
         with self._lock:
-            held = self._held.pop(key, None)
-            if held is not None:
-                self._held[key] = held._replace(used_ns=used_ns)
-            return held
+            if key not in self._held:
+                return None
+            self._held.move_to_end(key)
+            return self._held[key][1]
 
-    def _add(self, key: str, num_bytes: int, content: Any = None) -> None:
+    def _add(self, key: str, num_bytes: int, content: Any) -> None:
         with self._lock:
-            self._held[key] = _Held(num_bytes, time.time_ns(), content)
+            self._held[key] = (num_bytes, content)
             self._bytes += num_bytes
 
     def _delete(self, key: str) -> None:
         with self._lock:
-            held = self._held.pop(key, None)
-            self._bytes -= held.num_bytes if held else 0
+            self._bytes -= self._held.pop(key, (0, None))[0]
 
     def stats(self) -> dict[str, int]:
         return super().stats() | {"entries": len(self._held), "bytes": self._bytes}
@@ -227,10 +214,10 @@ class HostTier(LocalTier):
         return True
 
     def _get(self, key: str) -> Payload | None:
-        held = self._use(key)
-        if held is None:
+        content = self._use(key)
+        if content is None:
             return None
-        payload, buffer, version = held.content
+        payload, buffer, version = content
         if buffer._version != version:
             raise TierError("damaged", f"{key}: someone wrote into what get() returned")
         return dict(payload)
@@ -255,9 +242,9 @@ class DiskTier(LocalTier):
     An entry is written under a temporary name and renamed, so that a process killed at any moment leaves whole entries
     only. The temporary file is locked while it is written: one that nobody locks is a dead writer's and is removed by the
     next scan. Several processes may use one folder, each with the same limit: reads and deletes see the files
-    themselves, recency is a file's modification time, and every process counts the folder again after writing 1/16 of
-    the limit, so the folder exceeds it by at most 1/16 for each further process. A power cut may lose or shorten the
-    newest entries, which the checksum finds.
+    themselves, recency is a file's modification time, and every process scans the folder again after writing 1/16 of the
+    limit, so the folder exceeds it by at most 1/16 for each further process, and before it evicts by what it saw more
+    than SCAN_SECONDS ago. A power cut may lose or shorten the newest entries, which the checksum finds.
     """
 
     name = "disk"
@@ -285,7 +272,8 @@ class DiskTier(LocalTier):
             return True
         pieces = pack(key, payload, self.codec.format)
         num_bytes = sum(piece.nbytes for piece in pieces)
-        if self._written > self._limit // 16:
+        is_old = self._bytes + num_bytes > self._limit and time.monotonic() > self._scanned_at + SCAN_SECONDS
+        if self._written > self._limit // 16 or is_old:
             self._scan()
         if not self._make_room(num_bytes):
             return False
@@ -300,7 +288,7 @@ class DiskTier(LocalTier):
                 Path(file.name).unlink(missing_ok=True)
                 raise
         self._written += num_bytes
-        self._add(key, num_bytes)
+        self._add(key, num_bytes, None)
         self._touch(key)
         return True
 
@@ -323,18 +311,9 @@ class DiskTier(LocalTier):
 
     def _touch(self, key: str) -> None:
         """Mark as used now, for all processes, in the clock of `time.time_ns` (the kernel's own stamps may lag)."""
-        now_ns = time.time_ns()
-        try:
-            os.utime(self._path(key), ns=(now_ns, now_ns))
-        except FileNotFoundError:
-            return
-        self._use(key, now_ns)
-
-    def _used_ns(self, key: str) -> int:
-        try:
-            return self._path(key).stat().st_mtime_ns
-        except FileNotFoundError:
-            return 0
+        self._use(key)
+        with suppress(FileNotFoundError):
+            os.utime(self._path(key), ns=(time.time_ns(),) * 2)
 
     def _scan(self) -> None:
         """Count what the folder holds, whoever wrote it, and remove the temporary files of dead writers."""
@@ -350,8 +329,8 @@ class DiskTier(LocalTier):
                 except FileNotFoundError:  # renamed or evicted meanwhile
                     continue
         with self._lock:
-            self._held = OrderedDict((key, _Held(size, used_ns, None)) for used_ns, size, key in sorted(found))
-            self._bytes, self._written = sum(size for _, size, _ in found), 0
+            self._held = OrderedDict((key, (size, None)) for _, size, key in sorted(found))
+            self._bytes, self._written, self._scanned_at = sum(size for _, size, _ in found), 0, time.monotonic()
 
 
 def _open_temporary(folder: Path) -> BinaryIO:

@@ -245,6 +245,16 @@ def test_disk_learns_of_a_use_when_it_evicts(tmp_path):
     assert [tier.contains(key(number)) for number in range(14)] == [True, False] * 6 + [True, True]
 
 
+def test_disk_sees_what_another_process_used(tmp_path, monkeypatch):
+    monkeypatch.setattr(tiers, "SCAN_SECONDS", 0.0)
+    one, two = DiskTier(tmp_path, 4 * file_bytes()), DiskTier(tmp_path, 4 * file_bytes())
+    for number in range(4):
+        one.put(key(number), entry(number))
+    assert two.get(key(0)) is not None
+    one.put(key(4), entry(4))
+    assert [one.contains(key(number)) for number in range(5)] == [True, False, True, True, True]
+
+
 def test_disk_survives_a_restart_and_counts_what_is_there(tmp_path):
     first = DiskTier(tmp_path, 4 * file_bytes())
     for number in range(4):

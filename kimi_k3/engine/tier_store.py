@@ -46,9 +46,7 @@ class TierStore:
         # Bound on the reads under way; one of any size may always be.
         (self.max_reading_bytes,) = agreement.least([self.stack.max_pending_bytes])
         self._reading_bytes = 0
-        self._marked: WeakValueDictionary[str, Node | Snapshot] = (
-            WeakValueDictionary()
-        )  # by name: whose is_stored tells
+        self._marked = WeakValueDictionary[str, Node | Snapshot]()  # name of an entry -> whose `is_stored` tells of it
         self._tier_index = 0
         self._wait_until = 0.0  # for room in the queue
 

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -124,7 +125,7 @@ class TierStack:
         self._reads: deque[tuple[Fetch, str]] = deque()
         self._writes: OrderedDict[tuple[str, int], _Write] = OrderedDict()  # (key, tier) ->; the first is being written
         self._pending_bytes = 0
-        self._is_closed = self._is_stopped = False
+        self._is_closed = False
         for index, tier in enumerate(self.tiers):
             tier.on_evict = lambda key, index=index: self._demote(key, index)
         self._threads = [
@@ -179,7 +180,7 @@ class TierStack:
             ready: called in threads before any byte is read, perhaps more than once, and may block: the `synchronize` of
                 an event recorded after the copy from the device. Until it returns the bytes are taken to be unwritten.
         """
-        return not self._is_closed and self._enqueue(key, tier_index, _Write(payload, ready), "refused", wait_s)
+        return self._enqueue(key, tier_index, _Write(payload, ready), "refused", wait_s)
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until everything queued is written (or failed), demotions too. False if `timeout` seconds were not enough."""
@@ -201,23 +202,19 @@ class TierStack:
         """Write what is queued, and what the tiers that end with the process hold, to one that outlives it, for at most
         `timeout` seconds in all; drop the rest (counted), end the threads and the tiers.
         """
+        if self._is_closed:
+            return
+        deadline = time.monotonic() + timeout
+        self.flush(timeout)
+        for index, tier in enumerate(self.tiers[: self.shared_index or 0]):
+            for key in tier.recent() if isinstance(tier, HostTier) else ():
+                self._demote(key, index, max(deadline - time.monotonic(), 0.0))
+            self.flush(max(deadline - time.monotonic(), 0.0))
         with self._changed:
-            if self._is_closed:
-                return
-            self._is_closed = True  # nothing new comes in, except demotions
+            self._is_closed = True
             for fetch, _ in self._reads:
                 fetch._fail("cancelled", *fetch._open)
             self._reads.clear()
-            self._changed.notify_all()
-        deadline = time.monotonic() + timeout
-        self.flush(timeout)
-        for index, tier in enumerate(self.tiers[: self.shared_index]):
-            if isinstance(tier, HostTier) and self.shared_index is not None:
-                for key in tier.recent():
-                    self._demote(key, index, self.shared_index, max(deadline - time.monotonic(), 0.0))
-        self.flush(max(deadline - time.monotonic(), 0.0))
-        with self._changed:
-            self._is_stopped = True
             dropped = list(self._writes)[1:]
             self._counts["dropped"] += len(dropped)
             for place in dropped:
@@ -231,18 +228,22 @@ class TierStack:
 
     # In the threads.
 
+    def _count(self, name: str, number: int) -> None:
+        with self._changed:
+            self._counts[name] += number
+
     def _enqueue(self, key: str, index: int, write: _Write, if_full: str, wait_s: float = 0.0) -> bool:
         """Queue a write; False if there is no room, which is counted under `if_full`."""
 
         def may_go() -> bool:
             is_full = self._pending_bytes and self._pending_bytes + write.num_bytes > self.max_pending_bytes
-            return (key, index) in self._writes or self._is_stopped or not is_full
+            return (key, index) in self._writes or not is_full
 
         with self._changed:
             has_room = self._changed.wait_for(may_go, wait_s)
             if (key, index) in self._writes:  # the same content is on its way
                 return True
-            if not has_room or self._is_stopped:
+            if not has_room or self._is_closed:
                 self._counts[if_full] += 1
                 return False
             self._writes[key, index] = write
@@ -250,24 +251,21 @@ class TierStack:
             self._changed.notify_all()
             return True
 
-    def _demote(self, key: str, index: int, to: int | None = None, wait_s: float = 0.0) -> None:
+    def _demote(self, key: str, index: int, wait_s: float = 0.0) -> None:
         """What tier `index` evicts goes to the next one, unless that would pass a lossy entry off as another."""
-        tier = self.tiers[index]
-        try:
+        tier, is_queued = self.tiers[index], False
+        with suppress(TierError):  # counted by the tier
             payload = tier.read(key) if any(_may_hold(lower, tier.codec) for lower in self.tiers[index + 1 :]) else None
-        except TierError:  # counted by the tier
-            payload = None
-        write = payload and _Write(payload, codec=tier.codec)
-        if write and self._enqueue(key, index + 1 if to is None else to, write, "dropped", wait_s):
-            with self._changed:
-                self._counts["demoted"] += 1
-        else:
+            if payload:
+                is_queued = self._enqueue(key, index + 1, _Write(payload, codec=tier.codec), "dropped", wait_s)
+        self._count("demoted", is_queued)
+        if not is_queued:
             self.lost.append(key)
 
     def _write_loop(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._writes or self._is_stopped)
+                self._changed.wait_for(lambda: self._writes or self._is_closed)
                 if not self._writes:
                     return
                 (key, index), write = next(iter(self._writes.items()))
@@ -276,24 +274,22 @@ class TierStack:
                 is_stored = self._write(key, index, write)
             except Exception:
                 logger.exception("tiers: could not store %s", key)
+            if not is_stored:
+                self.lost.append(key)
             with self._changed:
                 del self._writes[key, index]
                 self._pending_bytes -= write.num_bytes
                 self._counts["stored" if is_stored else "failed_writes"] += 1
                 self._counts["stored_bytes"] += write.num_bytes if is_stored else 0
                 self._changed.notify_all()
-            if not is_stored:
-                self.lost.append(key)
 
     def _write(self, key: str, index: int, write: _Write) -> bool:
         """Into its tier, or where that refuses or fails, into the next one down."""
         payload = write.whole()
         for tier in self.tiers[index:]:
-            try:
+            with suppress(TierError):  # counted by the tier
                 if _may_hold(tier, write.codec) and tier.put(key, payload):
                     return True
-            except TierError:  # counted by the tier
-                continue
         return False
 
     def _read_loop(self) -> None:
@@ -320,10 +316,8 @@ class TierStack:
                 continue
             is_better_near = index > 0 and not write and _may_hold(self.tiers[0], tier.codec)
             is_promoted = is_better_near and self._enqueue(key, 0, _Write(payload, codec=tier.codec), "dropped")
-            with self._changed:
-                self._counts["promoted"] += is_promoted
-                self._counts["fetched"] += 1
-                self._counts["fetched_bytes"] += payload_bytes(payload)
+            self._count("promoted", is_promoted)
+            self._count("fetched_bytes", payload_bytes(payload))
             return payload, ""
         return None, reason
 

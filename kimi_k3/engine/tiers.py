@@ -243,19 +243,15 @@ class DiskTier(LocalTier):
     only. The temporary file is locked while it is written: one that nobody locks is a dead writer's and is removed by the
     next scan. Several processes may use one folder, each with the same limit: reads and deletes see the files
     themselves, recency is a file's modification time, and every process scans the folder again after writing 1/16 of the
-    limit, so the folder exceeds it by at most 1/16 for each further process, and before it evicts by what it saw more
-    than SCAN_SECONDS ago. A power cut may lose or shorten the newest entries, which the checksum finds.
+    limit, so the folder exceeds it by at most 1/16 for each further process, and before it evicts by a scan that is older
+    than SCAN_SECONDS and 100 times as long as it took. A power cut may lose or shorten the newest entries, which the
+    checksum finds.
     """
 
     name = "disk"
 
     def __init__(
-        self,
-        folder: str | os.PathLike[str],
-        bytes: int,
-        *,
-        latents: Precision = "exact",
-        snapshots: Precision = "exact",
+        self, folder: str | Path, bytes: int, *, latents: Precision = "exact", snapshots: Precision = "exact"
     ) -> None:
         super().__init__(bytes, latents, snapshots)
         self._folder = Path(folder) / self.codec.format  # another form's files are never met
@@ -272,7 +268,7 @@ class DiskTier(LocalTier):
             return True
         pieces = pack(key, payload, self.codec.format)
         num_bytes = sum(piece.nbytes for piece in pieces)
-        is_old = self._bytes + num_bytes > self._limit and time.monotonic() > self._scanned_at + SCAN_SECONDS
+        is_old = self._bytes + num_bytes > self._limit and time.monotonic() > self._is_old_at
         if self._written > self._limit // 16 or is_old:
             self._scan()
         if not self._make_room(num_bytes):
@@ -317,20 +313,19 @@ class DiskTier(LocalTier):
 
     def _scan(self) -> None:
         """Count what the folder holds, whoever wrote it, and remove the temporary files of dead writers."""
-        found = []
-        for shard in os.scandir(self._folder):
-            for file in os.scandir(shard.path) if shard.is_dir() else ():
-                key, _, kind = file.name.rpartition(".")
-                try:
-                    if kind == "safetensors" and KEY.fullmatch(key):
-                        found.append((file.stat().st_mtime_ns, file.stat().st_size, key))
-                    elif kind == "tmp":
-                        _remove_leftover(file.path)
-                except FileNotFoundError:  # renamed or evicted meanwhile
-                    continue
+        found, start = [], time.monotonic()
+        for file in (file for shard in os.scandir(self._folder) if shard.is_dir() for file in os.scandir(shard)):
+            key, _, kind = file.name.rpartition(".")
+            with suppress(FileNotFoundError):  # renamed or evicted meanwhile
+                if kind == "safetensors" and KEY.fullmatch(key):
+                    status = file.stat()
+                    found.append((status.st_mtime_ns, status.st_size, key))
+                elif kind == "tmp":
+                    _remove_leftover(file.path)
         with self._lock:
             self._held = OrderedDict((key, (size, None)) for _, size, key in sorted(found))
-            self._bytes, self._written, self._scanned_at = sum(size for _, size, _ in found), 0, time.monotonic()
+            self._bytes, self._written = sum(size for _, size, _ in found), 0
+        self._is_old_at = time.monotonic() + max(SCAN_SECONDS, 100 * (time.monotonic() - start))
 
 
 def _open_temporary(folder: Path) -> BinaryIO:
@@ -344,11 +339,8 @@ def _open_temporary(folder: Path) -> BinaryIO:
 
 
 def _remove_leftover(path: str) -> None:
-    with open(path, "rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:  # its writer lives
-            return
+    with open(path, "rb") as file, suppress(BlockingIOError):  # its writer lives
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.unlink(path)
 
 
@@ -417,8 +409,7 @@ class RemoteTier(Tier):
         data = self._call(self._client.get, self._name(key))
         if data is None:
             return None
-        bytes_ = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0).byte()
-        return unpack(key, bytes_, self.codec.format)
+        return unpack(key, torch.from_numpy(np.frombuffer(bytearray(data), dtype=np.uint8)), self.codec.format)
 
     def _contains_each(self, keys: Sequence[str]) -> list[bool]:
         pipeline = self._client.pipeline(transaction=False)

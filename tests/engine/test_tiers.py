@@ -245,12 +245,12 @@ def test_disk_learns_of_a_use_when_it_evicts(tmp_path):
     assert [tier.contains(key(number)) for number in range(14)] == [True, False] * 6 + [True, True]
 
 
-def test_disk_sees_what_another_process_used(tmp_path, monkeypatch):
-    monkeypatch.setattr(tiers, "SCAN_SECONDS", 0.0)
+def test_disk_sees_what_another_process_used(tmp_path):
     one, two = DiskTier(tmp_path, 4 * file_bytes()), DiskTier(tmp_path, 4 * file_bytes())
     for number in range(4):
         one.put(key(number), entry(number))
     assert two.get(key(0)) is not None
+    one._is_old_at = 0.0
     one.put(key(4), entry(4))
     assert [one.contains(key(number)) for number in range(5)] == [True, False, True, True, True]
 

@@ -172,8 +172,8 @@ class LocalTier(Tier):
 
     def _add(self, key: str, num_bytes: int, content: Any) -> None:
         with self._lock:
+            self._bytes += num_bytes - self._held.pop(key, (0, None))[0]
             self._held[key] = (num_bytes, content)
-            self._bytes += num_bytes
 
     def _delete(self, key: str) -> None:
         with self._lock:

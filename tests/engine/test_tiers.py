@@ -255,6 +255,14 @@ def test_disk_sees_what_another_process_used(tmp_path):
     assert [one.contains(key(number)) for number in range(5)] == [True, False, True, True, True]
 
 
+def test_disk_counts_an_entry_once_that_another_process_deleted(tmp_path):
+    one, two = DiskTier(tmp_path, 1 << 20), DiskTier(tmp_path, 1 << 20)
+    for _ in range(3):
+        assert one.put(key(0), entry(0))
+        two.delete(key(0))
+    assert one.put(key(0), entry(0)) and one.stats()["bytes"] == file_bytes() and one.stats()["entries"] == 1
+
+
 def test_disk_survives_a_restart_and_counts_what_is_there(tmp_path):
     first = DiskTier(tmp_path, 4 * file_bytes())
     for number in range(4):

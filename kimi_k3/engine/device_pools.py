@@ -11,7 +11,7 @@ A slot or a block of all layers is one run of bytes: copying one is one copy. To
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -176,20 +176,33 @@ class DevicePools:
     def _local(self, heads: tuple[int, int]) -> slice:
         return slice(heads[0] - self.first_head, heads[1] - self.first_head)
 
+    def _to_cpu(self, source: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """A copy; from a GPU in pinned memory, and not whole before `copied` says so."""
+        target = torch.empty(source.shape, dtype=dtype or source.dtype, pin_memory=self.buffer.is_cuda)
+        return target.copy_(source, non_blocking=True)
+
+    def copied(self) -> Callable[[], None] | None:
+        """What waits until all that was read so far is whole; None where it is already. Memory may be written at once:
+        the copies stand before that in the stream."""
+        if not self.buffer.is_cuda:
+            return None
+        event = torch.cuda.Event(blocking=True)
+        event.record(torch.cuda.current_stream(self.buffer.device))
+        return event.synchronize
+
     def read_block(self, place: int, rows: int) -> dict[str, Tensor]:
-        """Copies on the CPU of a block's first `rows` latents: latents_<layer> [rows, R + rope]."""
-        return {
-            f"latents_{i}": self.pools[i][0][place, :rows].to("cpu", copy=True) for i, _, _ in self.layout.block_parts
-        }  # fmt: skip
+        """Copies on the CPU, see `copied`, of a block's first `rows` latents: latents_<layer> [rows, R + rope]."""
+        return {f"latents_{i}": self._to_cpu(self.pools[i][0][place, :rows]) for i, _, _ in self.layout.block_parts}
 
     def write_block(self, place: int, payload: dict[str, Tensor]) -> None:
         for i, _, sample in self.layout.block_parts:
             latents = payload[f"latents_{i}"]
             _check(latents, (latents.shape[0], sample.shape[2]), sample.dtype, f"latents of layer {i}")
-            self.pools[i][0][place, : latents.shape[0]].copy_(latents)
+            self.pools[i][0][place, : latents.shape[0]].copy_(latents, non_blocking=True)
 
     def read_slot(self, slot: int, heads: tuple[int, int]) -> dict[str, Tensor]:
-        """Copies on the CPU of some heads of a state: states [H, K, V] and windows [W - 1, 3, H, K] of each layer.
+        """Copies on the CPU, see `copied`, of some heads of a state: states_<layer> [H, K, V], windows_<layer>
+        [W - 1, 3, H, K].
 
         slot: or STAGED.
         """
@@ -197,9 +210,9 @@ class DevicePools:
         for i in {i for i, _, _ in self.layout.slot_parts}:
             states, windows = self._staged[i] if slot == STAGED else self.pools[i]
             at = 0 if slot == STAGED else slot
-            payload[f"states_{i}"] = states[at, self._local(heads)].to("cpu", dtype or states.dtype, copy=True)
+            payload[f"states_{i}"] = self._to_cpu(states[at, self._local(heads)], dtype)
             by_head = windows[at].unflatten(-1, (3, states.shape[1], -1))
-            payload[f"windows_{i}"] = by_head[:, :, self._local(heads)].to("cpu", copy=True).contiguous()
+            payload[f"windows_{i}"] = self._to_cpu(by_head[:, :, self._local(heads)])
         return payload
 
     def write_slot(self, slot: int, heads: tuple[int, int], payload: dict[str, Tensor]) -> None:
@@ -208,10 +221,10 @@ class DevicePools:
             target = states[slot, self._local(heads)]
             dtype = torch.bfloat16 if self.layout.has_bf16_snapshots else target.dtype
             _check(payload[f"states_{i}"], tuple(target.shape), dtype, f"states of layer {i}")
-            target.copy_(payload[f"states_{i}"])
+            target.copy_(payload[f"states_{i}"], non_blocking=True)
             target = windows[slot].unflatten(-1, (3, states.shape[1], -1))[:, :, self._local(heads)]
             _check(payload[f"windows_{i}"], tuple(target.shape), target.dtype, f"windows of layer {i}")
-            target.copy_(payload[f"windows_{i}"])
+            target.copy_(payload[f"windows_{i}"], non_blocking=True)
 
 
 def _check(given: Tensor, shape: tuple[int, ...], dtype: torch.dtype, what: str) -> None:

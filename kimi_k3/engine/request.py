@@ -103,7 +103,6 @@ class Request:
     asked_positions: set[int] = field(default_factory=set)  # of far tiers, since it last ran
     near_position: int = 0  # what a near tier has meanwhile
     fetch_keys: list[str] = field(default_factory=list)
-    fetched: dict[str, Any] = field(default_factory=dict)
     fetch_position: int = 0  # of the state that is fetched
     fetch_first: int = 0  # the first block that is fetched with it
     missed_positions: set[int] = field(default_factory=set)  # asked of the tiers in vain

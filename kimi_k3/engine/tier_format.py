@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,7 +19,6 @@ from torch import Tensor
 Payload = dict[str, Tensor]  # name -> CPU tensor; what one entry holds
 Precision = Literal["exact", "bf16", "fp8"]
 
-LOSSY = "-lossy-"  # in the keys of entries that are not bit for bit
 FORMAT = "kimi_k3-tier-1"  # changes when older bytes must not be read any more
 KEY = re.compile(r"[0-9a-f]{64}(-[a-z0-9]{1,16}){0,8}")
 DTYPES = {
@@ -30,18 +30,12 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ALIGNMENT = 64  # of the first data byte, so that every tensor can be a view of the bytes read
 
 
-class TierError(RuntimeError):
+class TierError(Exception):
     """An entry that cannot be read or written. `reason`: "damaged", "foreign", "io" or "timeout"."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(f"{reason}: {message}")
         self.reason = reason
-
-
-def check_key(key: str) -> None:
-    """Raise ValueError unless `key` is 64 lower-case hex characters and short suffixes such as "-b" or "-s-0-12"."""
-    if not isinstance(key, str) or not KEY.fullmatch(key):
-        raise ValueError(f"key: want 64 lower-case hex characters and suffixes like -s-0-12, got {key!r}")
 
 
 def check_payload(payload: Payload) -> None:
@@ -52,14 +46,13 @@ def check_payload(payload: Payload) -> None:
         if not name.isidentifier() or name.startswith("__"):
             raise ValueError(f"payload: want names that are identifiers, got {name!r}")
         if tensor.device.type != "cpu" or tensor.dtype not in DTYPE_NAMES:
-            raise ValueError(
-                f"payload: want {name} on the CPU in a storable dtype, got {tensor.device}, {tensor.dtype}"
-            )
+            got = f"{tensor.device}, {tensor.dtype}"
+            raise ValueError(f"payload: want {name} on the CPU in a storable dtype, got {got}")
 
 
 def payload_bytes(payload: Payload) -> int:
     """Bytes of the tensors' elements."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in payload.values())
+    return sum(tensor.nbytes for tensor in payload.values())
 
 
 def byte_view(tensor: Tensor) -> memoryview:
@@ -67,7 +60,7 @@ def byte_view(tensor: Tensor) -> memoryview:
     return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
-def pack(key: str, payload: Payload) -> list[memoryview]:
+def pack(key: str, payload: Payload, format: str = FORMAT) -> list[memoryview]:
     """The pieces whose concatenation is the entry's safetensors file; the data pieces are views of the payload."""
     # Widest elements first: then every tensor starts on a multiple of its element size, without holes.
     ordered = sorted(payload.items(), key=lambda item: (-item[1].element_size(), item[0]))
@@ -79,13 +72,13 @@ def pack(key: str, payload: Payload) -> list[memoryview]:
         table[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": span}
         pieces.append(data)
         position = span[1]
-    table["__metadata__"] = {"format": FORMAT, "key": key, "sha256": _digest(key, table, pieces)}
+    table["__metadata__"] = {"format": format, "key": key, "sha256": _digest(key, table, pieces)}
     header = json.dumps(table).encode()
     header += b" " * (-(8 + len(header)) % _ALIGNMENT)
     return [memoryview(len(header).to_bytes(8, "little") + header), *pieces]
 
 
-def unpack(key: str, data: Tensor) -> Payload:
+def unpack(key: str, data: Tensor, format: str = FORMAT) -> Payload:
     """The payload in `data`, [bytes] uint8, as views of it.
 
     Raises: TierError "damaged" if anything differs from what was packed, "foreign" if it is whole but is another
@@ -95,17 +88,15 @@ def unpack(key: str, data: Tensor) -> Payload:
         start = 8 + int.from_bytes(data[:8].numpy().tobytes(), "little")
         table = json.loads(data[8 : min(start, len(data))].numpy().tobytes())
         metadata = table.pop("__metadata__", {})
-        if metadata.get("format") != FORMAT:
-            raise TierError("foreign", f"{key}: want format {FORMAT}, got {metadata.get('format')!r}")
+        if metadata.get("format") != format:
+            raise TierError("foreign", f"{key}: want format {format}, got {metadata.get('format')!r}")
         if _digest(metadata["key"], table, [byte_view(data[start:])]) != metadata["sha256"]:
             raise ValueError("checksum differs")
         payload = {}
         for name, entry in table.items():
             begin, end = entry["data_offsets"]
             payload[name] = data[start + begin : start + end].view(DTYPES[entry["dtype"]]).view(entry["shape"])
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, RecursionError, OverflowError) as error:
-        if isinstance(error, TierError):
-            raise
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
         raise TierError("damaged", f"{key}: {error}") from error
     if metadata["key"] != key:
         raise TierError("foreign", f"{key}: holds the entry of {metadata['key']}")
@@ -120,7 +111,8 @@ def _digest(key: str, table: dict[str, Any], pieces: list[memoryview]) -> str:
     return digest.hexdigest()
 
 
-class LossyCodec(NamedTuple):
+@dataclass(frozen=True)
+class LossyCodec:
     """What a tier keeps of an entry: everything, or fewer bits of "latents" and of "states" (any other tensor is exact).
 
     A tensor's name may go on after "_": states_3 are states.
@@ -133,41 +125,38 @@ class LossyCodec(NamedTuple):
     latents: Precision = "exact"
     snapshots: Precision = "exact"
 
-    @property
-    def suffix(self) -> str:
-        """What lossy keys end in, so that an exact and a lossy entry are never taken for each other."""
-        return "" if self == LossyCodec() else f"{LOSSY}{self.latents}-{self.snapshots}"
-
-    def check(self) -> LossyCodec:
-        """Raise ValueError unless latents are "exact" or "fp8", snapshots "exact", "bf16" or "fp8"."""
+    def __post_init__(self) -> None:
         if self.latents not in ("exact", "fp8") or self.snapshots not in ("exact", "bf16", "fp8"):
             raise ValueError(f"want latents exact|fp8, snapshots exact|bf16|fp8; got {self.latents}, {self.snapshots}")
-        return self
+
+    @property
+    def format(self) -> str:
+        """Names the form of the bytes, so that an exact and a lossy entry are never taken for each other."""
+        return FORMAT if self == EXACT else f"{FORMAT}-lossy-{self.latents}-{self.snapshots}"
 
     def encode(self, payload: Payload) -> Payload:
         """What is stored. `name.like`, empty, keeps the original dtype; `name.scale` is float32."""
         stored: Payload = {}
         for name, tensor in payload.items():
             precision = {"latents": self.latents, "states": self.snapshots}.get(name.partition("_")[0], "exact")
-            if precision == "exact" or not tensor.is_floating_point():
-                stored[name] = tensor
-                continue
-            stored[f"{name}.like"] = tensor.new_empty(0)
-            if precision == "bf16":
-                stored[name] = tensor.to(torch.bfloat16)
-            else:
-                scale = tensor.abs().amax(-1, keepdim=True).float() / torch.finfo(torch.float8_e4m3fn).max
-                scale = torch.where(scale == 0, 1.0, scale)
-                stored[name], stored[f"{name}.scale"] = (tensor / scale).to(torch.float8_e4m3fn), scale
+            stored[name] = tensor
+            if precision != "exact" and tensor.is_floating_point():
+                stored[f"{name}.like"] = tensor.new_empty(0)
+                if precision == "fp8":
+                    scale = tensor.abs().amax(-1, keepdim=True).float() / torch.finfo(torch.float8_e4m3fn).max
+                    tensor = tensor / stored.setdefault(f"{name}.scale", torch.where(scale == 0, 1.0, scale))
+                stored[name] = tensor.to(torch.bfloat16 if precision == "bf16" else torch.float8_e4m3fn)
         return stored
 
     def decode(self, stored: Payload) -> Payload:
         """Undo `encode`, up to its rounding."""
         payload: Payload = {}
         for name, tensor in stored.items():
-            if "." in name:
-                continue
-            if f"{name}.scale" in stored:
-                tensor = tensor.float() * stored[f"{name}.scale"]
-            payload[name] = tensor.to(stored[f"{name}.like"].dtype) if f"{name}.like" in stored else tensor
+            if "." not in name:
+                if f"{name}.scale" in stored:
+                    tensor = tensor.float() * stored[f"{name}.scale"]
+                payload[name] = tensor.to(stored[f"{name}.like"].dtype) if f"{name}.like" in stored else tensor
         return payload
+
+
+EXACT = LossyCodec()

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 from kimi_k3.engine.agreement import Agreement
 from kimi_k3.engine.device_pools import DevicePools
@@ -17,7 +18,7 @@ from kimi_k3.engine.page_pool import PagePool
 from kimi_k3.engine.prefix_index import Evicted, Node, PrefixIndex, Snapshot, chain
 from kimi_k3.engine.request import Request
 from kimi_k3.engine.tier_format import Payload
-from kimi_k3.engine.tier_transfers import Question, TierStack
+from kimi_k3.engine.tier_transfers import TierStack
 
 MAX_PROBES = 64  # positions of a prompt that are looked for in the tiers
 CLOSE_SECONDS = 60.0
@@ -42,9 +43,12 @@ class TierStore:
         self.block_size = pools.layout.block_size
         self.slices = pools.head_slices()
         self.counts: Counter[str] = Counter()
+        # Bound on the reads under way; one of any size may always be.
+        (self.max_reading_bytes,) = agreement.least([self.stack.max_pending_bytes])
+        self._reading_bytes = 0
+        self._marked = WeakValueDictionary[str, Node | Snapshot]()  # name of an entry -> whose `is_stored` tells of it
         self._tier_index = 0
         self._wait_until = 0.0  # for room in the queue
-        self._reading_bytes = 0  # of the reads under way
 
     # Out: from the index to the tiers.
 
@@ -53,39 +57,44 @@ class TierStore:
 
         Where the queue refuses an entry the rest of the path is not stored: without it nothing could be restored.
         """
+        self._unmark_lost()
         snapshot = evicted.snapshot
         for node in evicted.path:
-            is_whole = node.end <= snapshot.position  # else stored up to the snapshot's position
-            if node.is_stored if is_whole else snapshot.is_stored:
-                continue
-            if not self._store_block(node, snapshot.position):
-                return
-            node.is_stored = node.is_stored or is_whole
+            end = min(node.end, snapshot.position)
+            owner = node if end == node.end else snapshot  # a part of a block goes with its state
+            if not owner.is_stored:
+                payload = self.pools.read_block(self.pool.places[node.block], end - node.start)
+                if not self._store(_block_name(_key_in(node, end)), payload, owner):
+                    return
+                self.counts["stored_blocks"] += 1
+                node.is_stored = node.is_stored or owner is node
         if not snapshot.is_stored:
             key = _key_in(evicted.node, snapshot.position)
             if snapshot.blocks:
                 self.pools.stage_blocks([self.pool.places[block] for block in snapshot.blocks])
             for heads in self.slices:
-                if not self._store(_slice_name(key, heads), self.pools.read_slot(snapshot.slot, heads)):
+                if not self._store(_slice_name(key, heads), self.pools.read_slot(snapshot.slot, heads), snapshot):
                     return
             snapshot.is_stored = True
             self.counts["stored_snapshots"] += 1
 
-    def _store_block(self, node: Node, position: int) -> bool:
-        """Queue a node's block, up to `position` at most."""
-        end = min(node.end, position)
-        payload = self.pools.read_block(self.pool.places[node.block], end - node.start)
-        is_stored = self._store(_block_name(_key_in(node, end)), payload)
-        self.counts["stored_blocks"] += is_stored
-        return is_stored
-
-    def _store(self, name: str, payload: Payload) -> bool:
+    def _store(self, name: str, payload: Payload, owner: Node | Snapshot) -> bool:
         """Queue an entry; False where the queue is full. At the end, off any step, room in it is waited for."""
-        while not self.stack.store(name, payload, self._tier_index):
-            if not self.stack.flush(max(self._wait_until - time.monotonic(), 0.0)):
-                self.counts["refused"] += 1
-                return False
-        return True
+        wait_s = max(self._wait_until - time.monotonic(), 0.0)
+        is_queued = self.stack.store(name, payload, self._tier_index, ready=self.pools.copied(), wait_s=wait_s)
+        if is_queued:
+            self._marked[name] = owner
+        else:
+            self.counts["refused"] += 1
+        return is_queued
+
+    def _unmark_lost(self) -> None:
+        """What is in no tier after all is stored again when it is next evicted."""
+        while self.stack.lost:
+            owner = self._marked.pop(self.stack.lost.popleft(), None)
+            if owner is not None:
+                owner.is_stored = False
+                self.counts["lost"] += 1
 
     # In: from the tiers to the index.
 
@@ -94,16 +103,14 @@ class TierStore:
 
         A far tier is asked in a thread: until it answers, or is late, the request waits as for a read.
         """
-        keys = self._keys(request)
         positions = [p for p in self._positions(request) if p not in request.missed_positions]
-        names = [_slice_name(self._key_at(request, keys, p), self.slices[0]) for p in positions]
-        near = self.stack.find(names)
+        names = {p: _slice_name(key, self.slices[0]) for p, key in self._keys(request, positions).items()}
+        near = self.stack.find(list(names.values()))
         request.near_position = 0 if near is None else positions[near]
         if self.stack.has_far:
-            far = {p: name for p, name in zip(positions[:near], names) if p not in request.asked_positions}
-            if self.agreement.most([len(far)])[0]:  # on every rank, or on none
-                request.asked_positions |= far.keys()
-                request.far_positions, request.fetch = list(far), self.stack.ask(list(far.values()))
+            request.far_positions = [p for p in positions[:near] if p not in request.asked_positions]
+            if self.agreement.most([len(request.far_positions)])[0]:  # on every rank, or on none
+                request.fetch = self.stack.ask([names[p] for p in request.far_positions])
                 request.fetch_state = "pending"
                 return
         self._choose(request, request.near_position)
@@ -111,74 +118,73 @@ class TierStore:
     def _positions(self, request: Request) -> list[int]:
         """Where a state may have been left, the deepest first."""
         limit = len(request.tokens) - 1
-        edges = {b - shift for b in request.boundaries for shift in (0, 1)}
-        edges.add(limit)
-        near = range(limit // self.block_size * self.block_size, 0, -self.block_size)
-        positions = sorted({p for p in edges if request.reuse < p <= limit}, reverse=True)[: MAX_PROBES // 2]
-        positions += [p for p in near if p > request.reuse][: MAX_PROBES // 2]
-        return sorted(set(positions), reverse=True)
+        edges = {limit} | {b - shift for b in request.boundaries for shift in (0, 1)}
+        grid = range(self.block_size, limit + 1, self.block_size)
+        deepest = [sorted(p for p in ps if request.reuse < p <= limit)[-MAX_PROBES // 2 :] for ps in (edges, grid)]
+        return sorted({*deepest[0], *deepest[1]}, reverse=True)
+
+    def _answered(self, request: Request) -> None:
+        place = request.fetch.results.get("")
+        self.counts.update(f"miss_{reason}" for reason in request.fetch.failures.values())
+        request.asked_positions.update(request.far_positions[: None if place is None else place + 1])
+        self._choose(request, request.near_position if place is None else request.far_positions[place])
 
     def _choose(self, request: Request, position: int) -> None:
         """The state at `position` is to be fetched; 0: none."""
         if self.agreement.least([position, -position]) != [position, -position]:  # not every rank finds the same
             position = 0
+        self.cancel(request)
         if position <= request.reuse:
-            self.cancel(request)
             return
-        keys = self._keys(request)
-        key = self._key_at(request, keys, position)
         first = request.reuse // self.block_size  # blocks before it are on the device
-        names = [_block_name(keys[i]) for i in range(first, position // self.block_size)]
-        if position % self.block_size:
-            names.append(_block_name(key))
-        request.fetch_keys = names + [_slice_name(key, heads) for heads in self.slices]
+        ends = range((first + 1) * self.block_size, position + self.block_size, self.block_size)
+        keys = self._keys(request, [min(end, position) for end in ends])
+        request.fetch_keys = [_block_name(key) for key in keys.values()]
+        request.fetch_keys += [_slice_name(keys[position], heads) for heads in self.slices]
         request.fetch_position, request.fetch_first = position, first
-        request.fetch_bytes = len(names) * self.pools.layout.block_bytes + self.pools.layout.slot_bytes
-        request.fetch, request.fetch_state = None, "absent"
+        request.fetch_bytes = len(keys) * self.pools.layout.block_bytes + self.pools.layout.slot_bytes
+        request.fetch_state = "absent"
 
-    def _keys(self, request: Request) -> list[bytes]:
-        """Digests of the whole blocks of all tokens known."""
-        keys = list(request.chain)
-        for start in range(len(keys) * self.block_size, len(request.tokens) - self.block_size + 1, self.block_size):
-            keys.append(chain(keys[-1] if keys else request.root, request.tokens[start : start + self.block_size]))
-        return keys
-
-    def _key_at(self, request: Request, keys: list[bytes], position: int) -> bytes:
-        whole = position // self.block_size
-        key = keys[whole - 1] if whole else request.root
-        rest = request.tokens[whole * self.block_size : position]
-        return chain(key, rest) if rest else key
+    def _keys(self, request: Request, positions: Iterable[int]) -> dict[int, bytes]:
+        """Position -> digest of the tokens before it."""
+        keys, tokens, size = [request.root, *request.chain], request.tokens, self.block_size
+        for end in range(len(keys) * size, len(tokens) + 1, size):
+            keys.append(chain(keys[-1], tokens[end - size : end]))
+        whole = {p: keys[p // size] for p in positions}
+        return {p: chain(key, tokens[p // size * size : p]) if p % size else key for p, key in whole.items()}
 
     def prefetch(self, request: Request) -> None:
-        if request.fetch_state == "absent":
-            keys, first = request.fetch_keys, request.fetch_first
-            heat = dict(zip(keys, request.heat[first:] + [0.0] * len(keys)))
-            self._reading_bytes += request.fetch_bytes
-            request.fetch = self.stack.fetch(
-                sorted(keys, key=lambda key: -heat[key]),  # hot blocks first, states last
-                timeout_s=FETCH_SECONDS + FETCH_SECONDS_PER_BYTE * self._reading_bytes,
-            )
-            request.fetch_state = "pending"
-            self.counts["fetches"] += 1
+        """Begin to read what a request needs, unless too much is being read; then it is to be asked for again."""
+        is_full = self._reading_bytes and self._reading_bytes + request.fetch_bytes > self.max_reading_bytes
+        if request.fetch_state != "absent" or is_full:
+            return
+        keys, first = request.fetch_keys, request.fetch_first
+        heat = dict(zip(keys, request.heat[first:] + [0.0] * len(keys)))
+        self._reading_bytes += request.fetch_bytes
+        request.fetch = self.stack.fetch(
+            sorted(keys, key=lambda key: -heat[key]),  # hot blocks first, states last
+            timeout_s=FETCH_SECONDS + FETCH_SECONDS_PER_BYTE * self._reading_bytes,
+        )
+        request.fetch_state = "pending"
+        self.counts["fetches"] += 1
 
     def poll(self, requests: Iterable[Request]) -> int:
         """Take what has been read, and return how many reads ended. One is done where it is done on every rank, and failed
         where it failed on one."""
+        self._unmark_lost()
         pending = [r for r in requests if r.fetch_state == "pending"]
         done = self.agreement.least([int(r.fetch.done()) for r in pending])
         ready = [request for request, is_done in zip(pending, done) if is_done]
-        for request in [r for r in ready if isinstance(r.fetch, Question)]:
-            question = request.fetch
-            far = 0 if question.found is None else request.far_positions[question.found]
-            if question.failure:
-                self.counts[f"miss_{question.failure}"] += 1
-            self._choose(request, max(far, request.near_position))
+        for request in [r for r in ready if not r.fetch_keys]:
+            self._answered(request)
         ready = [request for request in ready if request.fetch_state == "pending"]
-        for request in ready:
-            request.fetch_state, request.fetched = "ready", request.fetch.results()
-            self.counts.update(f"miss_{reason}" for reason in request.fetch.failures.values())
-        failed = self.agreement.most([_severity(r.fetch.failures) for r in ready])
-        for request, severity in zip(ready, failed):
+        reasons = [list(r.fetch.failures.values()) for r in ready]
+        # 1: something was not read; 2: a tier did not answer in time.
+        failed = self.agreement.most([2 if "timeout" in found else int(bool(found)) for found in reasons])
+        for request, found, severity in zip(ready, reasons, failed):
+            request.fetch_state = "ready"
+            self.counts.update(f"miss_{reason}" for reason in found)
+            self.stack.lost.extend(request.fetch.failures)
             if severity == 2:  # no second wait for a tier that hangs
                 request.missed_positions.update(self._positions(request))
             if severity:
@@ -200,8 +206,7 @@ class TierStore:
     def cancel(self, request: Request) -> None:
         if request.fetch is not None:
             request.fetch.cancel()
-        request.fetch, request.fetch_keys, request.fetched = None, [], {}
-        request.fetch_state, request.fetch_bytes = "none", 0
+        request.fetch, request.fetch_keys, request.fetch_state, request.fetch_bytes = None, [], "none", 0
 
     def install(
         self, request: Request, new_slot: Callable[[], int | None], new_block: Callable[[], int | None]
@@ -209,10 +214,8 @@ class TierStore:
         """Put what was fetched into the index. Where memory is short nothing changes, and the next admission tries again."""
         position, first = request.fetch_position, request.fetch_first
         match = self.index.match(request.root, request.tokens)
-        if match.position >= position:  # another request brought it back meanwhile
-            self.cancel(request)
-            return
-        if match.position < first * self.block_size:  # what lay on the device has been evicted since: look again
+        # Another request has brought it back meanwhile, or what lay on the device has been evicted since: look again.
+        if match.position >= position or match.position < first * self.block_size:
             self.cancel(request)
             request.reuse_version = -1
             return
@@ -235,6 +238,7 @@ class TierStore:
                 self._give_up(request)
             else:
                 restored = Snapshot(position, slot, is_end=True, is_stored=True)
+                self._marked.update(dict.fromkeys(request.fetch_keys[-len(self.slices) :], restored))
                 self.counts["restored_tokens"] += position - request.reuse
                 self.index.publish(request.root, request.tokens[:position], held, [restored])
                 self.cancel(request)
@@ -243,24 +247,23 @@ class TierStore:
 
     def _write(self, request: Request, blocks: list[int], slot: int) -> str:
         """Copy what was fetched into memory; returns why that cannot be used, "" where it can."""
-        names = iter(request.fetch_keys)
+        names, fetched = iter(request.fetch_keys), request.fetch.results
         try:
             for block in blocks:
-                self.pools.write_block(self.pool.places[block], request.fetched[next(names)])
+                self.pools.write_block(self.pool.places[block], fetched[next(names)])
             for heads in self.slices:
-                self.pools.write_slot(slot, heads, request.fetched[next(names)])
+                self.pools.write_slot(slot, heads, fetched[next(names)])
+            return "" if self.pools.is_finite(slot) else "damaged"
         except (KeyError, ValueError):  # of another shape, whatever its name
             return "foreign"
         except RuntimeError:  # a copy that failed
             return "io"
-        return "" if self.pools.is_finite(slot) else "damaged"
 
     def close(self, entries: Iterable[Evicted], timeout: float = CLOSE_SECONDS) -> None:
         """Store what is left where a tier outlives this process, for at most `timeout` seconds, and end the threads."""
         deadline = time.monotonic() + timeout
-        shared = next((i for i, tier in enumerate(self.stack.tiers) if tier.is_shared), None)
-        if shared is not None:
-            self._tier_index, self._wait_until = shared, deadline
+        if self.stack.shared_index is not None:
+            self._tier_index, self._wait_until = self.stack.shared_index, deadline
             for entry in entries:
                 self.save(entry)
                 if time.monotonic() >= deadline:
@@ -269,11 +272,6 @@ class TierStore:
 
     def stats(self) -> dict[str, Any]:
         return {**self.counts, "by_tier": self.stack.stats()}
-
-
-def _severity(failures: Mapping[str, str]) -> int:
-    """0: all was read; 1: something was not; 2: a tier did not answer in time."""
-    return 2 if "timeout" in failures.values() else int(bool(failures))
 
 
 def _key_in(node: Node, position: int) -> bytes:

@@ -8,52 +8,46 @@ key covers (tokens, weights revision, dtype, layout, head range) is the caller's
 from __future__ import annotations
 
 import fcntl
-import heapq
 import os
 import threading
 import time
 import uuid
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
+import numpy as np
 import torch
-from torch import Tensor
 
-from kimi_k3.engine.tier_format import (
-    FORMAT,
-    LOSSY,
-    LossyCodec,
-    Payload,
-    Precision,
-    TierError,
-    byte_view,
-    check_key,
-    check_payload,
-    pack,
-    unpack,
-)
+from kimi_k3.engine.tier_format import KEY, LossyCodec, Payload, Precision, TierError, check_payload, pack, unpack
+
+SCAN_SECONDS = 10.0
+SERVER_BYTES = 1 << 29  # the servers' own limit to an entry
 
 
 class Tier:
     """What holds entries: the one interface, and what all tiers share (keys, codec, counts). Thread safe, synchronous.
 
-    name: "host", "disk" or "remote".     is_shared: whether other processes see what is stored.
-    is_far: whether a question costs a round trip; then `TierStack` asks in a thread, all keys at once.
+    name: "host", "disk" or "remote".     is_shared: whether other processes see what is stored, and it outlives this one.
+    is_far: whether a question costs a round trip; then `TierStack` asks in a thread.
     codec: LossyCodec() where entries come back bit for bit.
-    on_evict: called with a key and a way to read the entry before it leaves to make room; set by `TierStack`.
+    on_evict: called with a key before its entry leaves to make room, while it can be read; set by `TierStack`.
     """
 
     name: str
-    is_shared: bool
+    is_shared = True
     is_far = False
 
-    def __init__(self, latents: Precision, snapshots: Precision) -> None:
-        self.codec = LossyCodec(latents, snapshots).check()
-        self.on_evict: Callable[[str, Callable[[], Payload | None]], None] | None = None
-        self._lock = threading.Lock()
+    def __init__(self, limit: int, latents: Precision, snapshots: Precision) -> None:
+        if limit <= 0:
+            raise ValueError(f"bytes: want more than 0, got {limit}")
+        self.codec = LossyCodec(latents, snapshots)
+        self.on_evict: Callable[[str], None] | None = None
+        self._limit = limit
+        self._put_lock = threading.Lock()  # a process stores one entry at a time
+        self._lock = threading.Lock()  # guards the numbers; nothing waits with it held
         self._counts: Counter[str] = Counter()
 
     def put(self, key: str, payload: Payload) -> bool:
@@ -62,8 +56,8 @@ class Tier:
         Raises: ValueError for a key or payload that no tier takes; TierError "io" or "timeout".
         """
         check_payload(payload)
-        with self._counting_errors():
-            is_stored = self._put(self._stored(key), self.codec.encode(payload))
+        with self._checked([key]), self._put_lock:
+            is_stored = self._put(key, self.codec.encode(payload))
         self._count("puts" if is_stored else "refused")
         return is_stored
 
@@ -72,41 +66,45 @@ class Tier:
 
         Raises: TierError: "damaged" or "foreign" (the entry is then removed), "io", "timeout".
         """
-        with self._counting_errors():
+        payload = self.read(key)
+        self._count("misses" if payload is None else "hits")
+        return payload
+
+    def read(self, key: str) -> Payload | None:
+        """`get` of what moves from tier to tier: neither a hit nor a miss."""
+        with self._checked([key]):
             try:
-                stored = self._get(self._stored(key))
+                stored = self._get(key)
             except TierError as error:
                 if error.reason in ("damaged", "foreign"):
-                    self._delete(self._stored(key))
+                    self._delete(key)
                 raise
-        self._count("misses" if stored is None else "hits")
         return None if stored is None else self.codec.decode(stored)
 
     def contains(self, key: str) -> bool:
         """Whether `key` is there, without reading it. Raises: TierError "io" or "timeout"."""
-        with self._counting_errors():
-            return self._contains(self._stored(key))
+        return self.contains_each([key])[0]
 
     def contains_each(self, keys: Sequence[str]) -> list[bool]:
-        """`contains` of each key, in one round trip. Raises: TierError "io" or "timeout"."""
-        with self._counting_errors():
-            return self._contains_each([self._stored(key) for key in keys])
+        """`contains` of each key, in one round trip."""
+        with self._checked(keys):
+            return self._contains_each(keys)
 
     def delete(self, key: str) -> None:
         """Remove the entry if it is there. Raises: TierError "io" or "timeout"."""
-        with self._counting_errors():
-            self._delete(self._stored(key))
+        with self._checked([key]):
+            self._delete(key)
 
     def stats(self) -> dict[str, int]:
         """Counts since the start; of host and disk also the entries and bytes that they hold now."""
         names = ("hits", "misses", "puts", "refused", "evicted", "damaged", "foreign", "io", "timeout")
         with self._lock:
-            return dict.fromkeys(names, 0) | self._counts | self._sizes()
+            return dict.fromkeys(names, 0) | self._counts
 
     def close(self) -> None:
         """Release what the tier holds open. What lies in a shared tier stays."""
 
-    # A subclass stores, under keys that name the codec.
+    # What a subclass does. `_put` runs in one thread at a time.
 
     def _put(self, key: str, payload: Payload) -> bool:
         raise NotImplementedError
@@ -114,34 +112,22 @@ class Tier:
     def _get(self, key: str) -> Payload | None:
         raise NotImplementedError
 
-    def _contains(self, key: str) -> bool:
+    def _contains_each(self, keys: Sequence[str]) -> list[bool]:
         raise NotImplementedError
-
-    def _contains_each(self, keys: list[str]) -> list[bool]:
-        return [self._contains(key) for key in keys]
 
     def _delete(self, key: str) -> None:
         raise NotImplementedError
-
-    def _sizes(self) -> dict[str, int]:
-        return {}
-
-    def _stored(self, key: str) -> str:
-        check_key(key)
-        return key + self.codec.suffix
-
-    def _announce(self, stored: str, read: Callable[[], Payload | None]) -> None:
-        """Tell `on_evict` of an entry that is about to go, unless another codec wrote it."""
-        key = stored.removesuffix(self.codec.suffix)
-        if self.on_evict and key + self.codec.suffix == stored and LOSSY not in key:
-            self.on_evict(key, lambda: None if (payload := read()) is None else self.codec.decode(payload))
 
     def _count(self, name: str) -> None:
         with self._lock:
             self._counts[name] += 1
 
     @contextmanager
-    def _counting_errors(self) -> Iterator[None]:
+    def _checked(self, keys: Sequence[str]) -> Iterator[None]:
+        """Raises ValueError for what is no key; failures inside are counted."""
+        for key in keys:
+            if not isinstance(key, str) or not KEY.fullmatch(key):
+                raise ValueError(f"key: want 64 lower-case hex characters and suffixes like -s-0-12, got {key!r}")
         try:
             yield
         except TierError as error:
@@ -152,14 +138,52 @@ class Tier:
             raise TierError("io", f"{self.name}: {error}") from error
 
 
-class _HostEntry(NamedTuple):
-    payload: Payload  # views of buffer
-    buffer: Tensor
-    version: int  # of buffer when it was filled
-    num_bytes: int
+class LocalTier(Tier):
+    """A tier that keeps to its bytes itself: the least recently used entries make room."""
+
+    def __init__(self, limit: int, latents: Precision, snapshots: Precision) -> None:
+        super().__init__(limit, latents, snapshots)
+        self._held: OrderedDict[str, tuple[int, Any]] = OrderedDict()  # key -> bytes, content; the next to go first
+        self._bytes = 0
+
+    def _make_room(self, num_bytes: int) -> bool:
+        """Evict until `num_bytes` more fit; False if they never can.
+
+        `on_evict` is told first, so that an entry can always be found somewhere.
+        """
+        while num_bytes <= self._limit:
+            with self._lock:
+                if self._bytes + num_bytes <= self._limit:
+                    return True
+                key = next(iter(self._held))
+            if self.on_evict:
+                self.on_evict(key)
+            self._delete(key)
+            self._count("evicted")
+        return False
+
+    def _use(self, key: str) -> Any:
+        """Make an entry the last to go; its content, or None if it is not known."""
+        with self._lock:
+            if key not in self._held:
+                return None
+            self._held.move_to_end(key)
+            return self._held[key][1]
+
+    def _add(self, key: str, num_bytes: int, content: Any) -> None:
+        with self._lock:
+            self._bytes += num_bytes - self._held.pop(key, (0, None))[0]
+            self._held[key] = (num_bytes, content)
+
+    def _delete(self, key: str) -> None:
+        with self._lock:
+            self._bytes -= self._held.pop(key, (0, None))[0]
+
+    def stats(self) -> dict[str, int]:
+        return super().stats() | {"entries": len(self._held), "bytes": self._bytes}
 
 
-class HostTier(Tier):
+class HostTier(LocalTier):
     """Least recently used entries within `bytes` of this process's memory, pinned where there is CUDA.
 
     `put` copies; `get` returns views of the stored bytes, which stay valid after eviction and must not be written: an
@@ -170,120 +194,69 @@ class HostTier(Tier):
     name, is_shared = "host", False
 
     def __init__(self, bytes: int, *, latents: Precision = "exact", snapshots: Precision = "exact") -> None:
-        super().__init__(latents, snapshots)
-        self._limit, self._used = _check_limit(bytes), 0
+        super().__init__(bytes, latents, snapshots)
         self._is_pinned = torch.cuda.is_available()
-        self._entries: OrderedDict[str, _HostEntry] = OrderedDict()
 
     def _put(self, key: str, payload: Payload) -> bool:
-        offsets, end = [], 0
-        for tensor in payload.values():
-            offsets.append(end)
-            end += -(-tensor.numel() * tensor.element_size() // 64) * 64  # every tensor starts on a cache line
-        num_bytes = 1 << max(end - 1, 0).bit_length() if self._is_pinned else end
-        if num_bytes > self._limit:
+        if self._use(key):
+            return True
+        sizes = [-(-tensor.nbytes // 64) * 64 for tensor in payload.values()]  # every tensor starts on a cache line
+        num_bytes = 1 << max(sum(sizes) - 1, 0).bit_length() if self._is_pinned else sum(sizes)
+        if not self._make_room(num_bytes):
             return False
-        with self._lock:
-            if key in self._entries:
-                self._entries.move_to_end(key)
-                return True
-        self._make_room(num_bytes)
         with torch.inference_mode(False), torch.no_grad():  # tensors of inference mode count no writes
-            buffer = torch.empty(end, dtype=torch.uint8, pin_memory=self._is_pinned)
-            copies = {}
-            for (name, tensor), offset in zip(payload.items(), offsets):
-                part = buffer[offset : offset + tensor.numel() * tensor.element_size()]
-                copies[name] = part.view(tensor.dtype).view(tensor.shape).copy_(tensor)
-        with self._lock:
-            if key in self._entries:  # another thread was faster
-                self._used -= num_bytes
-            else:
-                self._entries[key] = _HostEntry(copies, buffer, buffer._version, num_bytes)
+            buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=self._is_pinned)
+            copies = {
+                name: part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+                for (name, tensor), part in zip(payload.items(), buffer.split(sizes))
+            }
+        self._add(key, num_bytes, (copies, buffer, buffer._version))
         return True
 
-    def _make_room(self, num_bytes: int) -> None:
-        """Reserve `num_bytes`. An entry is announced before it goes, so that it can always be found somewhere."""
-        while True:
-            with self._lock:
-                if self._used + num_bytes <= self._limit or not self._entries:
-                    self._used += num_bytes
-                    return
-                key, entry = next(iter(self._entries.items()))
-            self._announce(key, lambda payload=entry.payload: payload)  # type: ignore[misc]
-            if self._remove(key, entry):
-                self._count("evicted")
-
-    def _remove(self, key: str, entry: _HostEntry) -> bool:
-        with self._lock:
-            if self._entries.get(key) is not entry:
-                return False
-            del self._entries[key]
-            self._used -= entry.num_bytes
-            return True
-
     def _get(self, key: str) -> Payload | None:
-        with self._lock:
-            entry = self._entries.get(key)
-            if entry is None:
-                return None
-            self._entries.move_to_end(key)
-        if entry.buffer._version != entry.version:
+        content = self._use(key)
+        if content is None:
+            return None
+        payload, buffer, version = content
+        if buffer._version != version:
             raise TierError("damaged", f"{key}: someone wrote into what get() returned")
-        return dict(entry.payload)
+        return dict(payload)
 
-    def _contains(self, key: str) -> bool:
+    def _contains_each(self, keys: Sequence[str]) -> list[bool]:
         with self._lock:
-            return key in self._entries
+            return [key in self._held for key in keys]
 
-    def _delete(self, key: str) -> None:
+    def recent(self) -> list[str]:
+        """Keys of all entries, the most recently used first."""
         with self._lock:
-            if entry := self._entries.pop(key, None):
-                self._used -= entry.num_bytes
-
-    def _sizes(self) -> dict[str, int]:
-        return {"entries": len(self._entries), "bytes": self._used}
-
-    def keys(self) -> list[str]:
-        """Of all entries, the most recently used first."""
-        with self._lock:
-            return [key.removesuffix(self.codec.suffix) for key in reversed(self._entries)]
+            return list(reversed(self._held))
 
     def close(self) -> None:
-        with self._lock:
-            self._entries.clear()
-            self._used = 0
+        for key in self.recent():
+            self.delete(key)
 
 
-class DiskTier(Tier):
+class DiskTier(LocalTier):
     """Least recently used entries within `bytes` of a folder, one safetensors file each; survives restarts.
 
     An entry is written under a temporary name and renamed, so that a process killed at any moment leaves whole entries
     only. The temporary file is locked while it is written: one that nobody locks is a dead writer's and is removed by the
     next scan. Several processes may use one folder, each with the same limit: reads and deletes see the files
-    themselves, recency is a file's modification time, and every process counts the folder again after writing 1/16 of
-    the limit, so the folder exceeds it by at most 1/16 for each further process. Without `fsync` a power cut may lose or
-    shorten the newest entries, which the checksum finds.
+    themselves, recency is a file's modification time, and every process scans the folder again after writing 1/16 of the
+    limit, so the folder exceeds it by at most 1/16 for each further process, and before it evicts by a scan that is older
+    than SCAN_SECONDS and 100 times as long as it took. A power cut may lose or shorten the newest entries, which the
+    checksum finds.
     """
 
-    name, is_shared = "disk", True
+    name = "disk"
 
     def __init__(
-        self,
-        folder: str | os.PathLike[str],
-        bytes: int,
-        *,
-        fsync: bool = False,
-        latents: Precision = "exact",
-        snapshots: Precision = "exact",
+        self, folder: str | Path, bytes: int, *, latents: Precision = "exact", snapshots: Precision = "exact"
     ) -> None:
-        super().__init__(latents, snapshots)
-        self._limit, self._fsync = _check_limit(bytes), fsync
-        self._folder = Path(folder) / FORMAT  # another format's files are never met
+        super().__init__(bytes, latents, snapshots)
+        self._folder = Path(folder) / self.codec.format  # another form's files are never met
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._room_lock = threading.Lock()  # held to count and to evict; self._lock guards the numbers
-        self._sizes_by_key: dict[str, int] = {}
-        self._by_age: list[tuple[int, str]] = []  # heap of (modification time when last looked at, key)
-        self._used, self._written = 0, self._limit  # as if all had been written: the first put scans
+        self._scan()
 
     def _path(self, key: str) -> Path:
         return self._folder / key[:2] / f"{key}.safetensors"
@@ -291,148 +264,68 @@ class DiskTier(Tier):
     def _put(self, key: str, payload: Payload) -> bool:
         path = self._path(key)
         if path.exists():
-            _touch(path)
+            self._touch(key)
             return True
-        pieces = pack(key, payload)
+        pieces = pack(key, payload, self.codec.format)
         num_bytes = sum(piece.nbytes for piece in pieces)
-        if num_bytes > self._limit or not self._make_room(num_bytes):
+        is_old = self._bytes + num_bytes > self._limit and time.monotonic() > self._is_old_at
+        if self._written > self._limit // 16 or is_old:
+            self._scan()
+        if not self._make_room(num_bytes):
             return False
-        try:
-            self._write(path, pieces)
-        except BaseException:
-            with self._lock:
-                self._used -= num_bytes
-            raise
-        with self._lock:
-            if key in self._sizes_by_key:  # another thread wrote it too
-                self._used -= num_bytes
-            else:
-                self._sizes_by_key[key] = num_bytes
-                heapq.heappush(self._by_age, (time.time_ns(), key))
-        return True
-
-    def _write(self, path: Path, pieces: list[memoryview]) -> None:
         path.parent.mkdir(exist_ok=True)
         with _open_temporary(path.parent) as file:
             try:
                 for piece in pieces:
                     file.write(piece)
                 file.flush()
-                if self._fsync:
-                    os.fsync(file.fileno())
                 os.replace(file.name, path)
             except BaseException:
                 Path(file.name).unlink(missing_ok=True)
                 raise
-        if self._fsync:
-            descriptor = os.open(path.parent, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+        self._written += num_bytes
+        self._add(key, num_bytes, None)
+        self._touch(key)
+        return True
 
     def _get(self, key: str) -> Payload | None:
-        payload = self._read(key)
-        if payload is not None:
-            _touch(self._path(key))
-        return payload
-
-    def _read(self, key: str) -> Payload | None:
         try:
-            with open(self._path(key), "rb", buffering=0) as file:
-                data = torch.empty(os.fstat(file.fileno()).st_size, dtype=torch.uint8)
-                view, done = byte_view(data), 0
-                while done < len(view) and (count := file.readinto(view[done:])):
-                    done += count
+            with open(self._path(key), "rb") as file:
+                data = torch.from_numpy(np.fromfile(file, dtype=np.uint8))
         except FileNotFoundError:
             return None
-        return unpack(key, data[:done])
+        payload = unpack(key, data, self.codec.format)
+        self._touch(key)
+        return payload
 
-    def _contains(self, key: str) -> bool:
-        return self._path(key).exists()
+    def _contains_each(self, keys: Sequence[str]) -> list[bool]:
+        return [self._path(key).exists() for key in keys]
 
     def _delete(self, key: str) -> None:
         self._path(key).unlink(missing_ok=True)
-        with self._lock:
-            self._used -= self._sizes_by_key.pop(key, 0)
+        super()._delete(key)
 
-    def _make_room(self, num_bytes: int) -> bool:
-        """Reserve `num_bytes`, evicting the oldest; False if others' unfinished writes hold the rest."""
-        with self._room_lock:
-            if self._written > self._limit // 16:
-                self._scan()
-            while True:
-                with self._lock:
-                    if self._used + num_bytes <= self._limit:
-                        self._used += num_bytes
-                        self._written += num_bytes
-                        return True
-                    if not self._by_age:
-                        return False
-                    seen_ns, key = heapq.heappop(self._by_age)
-                    if key not in self._sizes_by_key:
-                        continue
-                self._evict(key, seen_ns)
-
-    def _evict(self, key: str, seen_ns: int) -> None:
-        """Remove the entry, unless it was used since `seen_ns`: then it is only younger than it seemed."""
-        try:
-            changed_ns = self._path(key).stat().st_mtime_ns
-        except FileNotFoundError:  # by another process
-            self._delete(key)
-            return
-        if changed_ns > seen_ns:
-            with self._lock:
-                heapq.heappush(self._by_age, (changed_ns, key))
-            return
-        try:
-            self._announce(key, lambda: self._read(key))
-        except TierError as error:  # it goes either way
-            self._count(error.reason)
-        self._delete(key)
-        self._count("evicted")
+    def _touch(self, key: str) -> None:
+        """Mark as used now, for all processes, in the clock of `time.time_ns` (the kernel's own stamps may lag)."""
+        self._use(key)
+        with suppress(FileNotFoundError):
+            os.utime(self._path(key), ns=(time.time_ns(),) * 2)
 
     def _scan(self) -> None:
         """Count what the folder holds, whoever wrote it, and remove the temporary files of dead writers."""
-        start_ns = time.time_ns()
-        found = {}
-        for shard in os.scandir(self._folder):
-            for file in os.scandir(shard.path) if shard.is_dir() else ():
-                key, _, kind = file.name.rpartition(".")
-                try:
-                    if kind == "safetensors":
-                        found[key] = (file.stat().st_mtime_ns, file.stat().st_size)
-                    elif kind == "tmp":
-                        _remove_leftover(file.path)
-                except FileNotFoundError:  # renamed or evicted meanwhile
-                    continue
+        found, start = [], time.monotonic()
+        for file in (file for shard in os.scandir(self._folder) if shard.is_dir() for file in os.scandir(shard)):
+            key, _, kind = file.name.rpartition(".")
+            with suppress(FileNotFoundError):  # renamed or evicted meanwhile
+                if kind == "safetensors" and KEY.fullmatch(key):
+                    status = file.stat()
+                    found.append((status.st_mtime_ns, status.st_size, key))
+                elif kind == "tmp":
+                    _remove_leftover(file.path)
         with self._lock:
-            reserved = self._used - sum(self._sizes_by_key.values())  # writes that other threads are at
-            for changed_ns, key in self._by_age:
-                if changed_ns >= start_ns and key in self._sizes_by_key:
-                    found.setdefault(key, (changed_ns, self._sizes_by_key[key]))
-            self._sizes_by_key = {key: size for key, (_, size) in found.items()}
-            self._by_age = [(changed_ns, key) for key, (changed_ns, _) in found.items()]
-            heapq.heapify(self._by_age)
-            self._used, self._written = reserved + sum(self._sizes_by_key.values()), 0
-
-    def stats(self) -> dict[str, int]:
-        with self._room_lock:
-            if self._written >= self._limit:
-                self._scan()
-        return super().stats()
-
-    def _sizes(self) -> dict[str, int]:
-        return {"entries": len(self._sizes_by_key), "bytes": self._used}
-
-
-def _touch(path: Path) -> None:
-    """Mark as used now, in the clock that `time.time_ns` reads (the kernel's own stamp may lag by a tick)."""
-    try:
-        now_ns = time.time_ns()
-        os.utime(path, ns=(now_ns, now_ns))
-    except FileNotFoundError:
-        pass
+            self._held = OrderedDict((key, (size, None)) for _, size, key in sorted(found))
+            self._bytes, self._written = sum(size for _, size, _ in found), 0
+        self._is_old_at = time.monotonic() + max(SCAN_SECONDS, 100 * (time.monotonic() - start))
 
 
 def _open_temporary(folder: Path) -> BinaryIO:
@@ -446,11 +339,8 @@ def _open_temporary(folder: Path) -> BinaryIO:
 
 
 def _remove_leftover(path: str) -> None:
-    with open(path, "rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:  # its writer lives
-            return
+    with open(path, "rb") as file, suppress(BlockingIOError):  # its writer lives
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.unlink(path)
 
 
@@ -459,43 +349,33 @@ class RemoteTier(Tier):
 
     Args:
         url: redis://host:port/db, rediss:// (TLS), valkey://, valkeys:// or unix://path.
-        timeout_s: of connecting and of every read or write on the socket.     retries: of a command that lost its connection.
+        timeout_s: of connecting and of every read or write on the socket.
         pause_s: after a failure every call fails at once for so long, so that a dead server delays nobody.
-        ttl_s: life of an entry on the server; None leaves it to the server.
-        max_entry_bytes: larger ones are refused; the servers' own limit is 512 MiB.
     Raises: ImportError without the client, TierError if no server answers.
     """
 
-    name, is_shared, is_far = "remote", True, True
+    name, is_far = "remote", True
 
     def __init__(
-        self,
-        url: str,
-        *,
-        timeout_s: float = 1.0,
-        retries: int = 1,
-        pause_s: float = 10.0,
-        ttl_s: int | None = None,
-        max_entry_bytes: int = 1 << 29,
-        latents: Precision = "exact",
+        self, url: str, *, timeout_s: float = 1.0, pause_s: float = 10.0, latents: Precision = "exact",
         snapshots: Precision = "exact",
-    ) -> None:
-        super().__init__(latents, snapshots)
+    ) -> None:  # fmt: skip
+        super().__init__(SERVER_BYTES, latents, snapshots)
         try:
             import valkey
             from valkey.backoff import NoBackoff
             from valkey.retry import Retry
         except ModuleNotFoundError as error:
             raise ImportError('RemoteTier needs the Valkey client: pip install "kimi-k3[remote]"') from error
-        self._errors, self._ttl_s = valkey.exceptions, ttl_s
-        self._limit, self._pause_s, self._down_until = _check_limit(max_entry_bytes), pause_s, 0.0
+        self._errors = valkey.exceptions
+        self._pause_s, self._down_until = pause_s, 0.0
         if url.startswith("redis"):  # the client knows its own names only; the protocol is one
             url = "valkey" + url.removeprefix("redis")
         self._client = valkey.Valkey.from_url(
             url,
             socket_timeout=timeout_s,
             socket_connect_timeout=timeout_s,
-            retry=Retry(NoBackoff(), retries, (valkey.ConnectionError,)),  # a pooled connection may be a dead one
+            retry=Retry(NoBackoff(), 1, (valkey.ConnectionError,)),  # a pooled connection may be a dead one
         )
         self._call(self._client.ping)
 
@@ -514,44 +394,34 @@ class RemoteTier(Tier):
             raise TierError("io", f"remote: {error}") from error
 
     def _put(self, key: str, payload: Payload) -> bool:
-        pieces = pack(key, payload)
+        pieces = pack(key, payload, self.codec.format)
         if sum(piece.nbytes for piece in pieces) > self._limit:
             return False
-        if self._contains(key):  # cheaper than sending it
+        if self._contains_each([key])[0]:  # cheaper than sending it
             return True
         try:
-            self._call(self._client.set, _server_key(key), b"".join(pieces), nx=True, ex=self._ttl_s)
+            self._call(self._client.set, self._name(key), b"".join(pieces), nx=True)
         except self._errors.OutOfMemoryError:
             return False
         return True
 
     def _get(self, key: str) -> Payload | None:
-        data = self._call(self._client.get, _server_key(key))
+        data = self._call(self._client.get, self._name(key))
         if data is None:
             return None
-        return unpack(key, torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0).byte())
+        return unpack(key, torch.from_numpy(np.frombuffer(bytearray(data), dtype=np.uint8)), self.codec.format)
 
-    def _contains(self, key: str) -> bool:
-        return bool(self._call(self._client.exists, _server_key(key)))
-
-    def _contains_each(self, keys: list[str]) -> list[bool]:
+    def _contains_each(self, keys: Sequence[str]) -> list[bool]:
         pipeline = self._client.pipeline(transaction=False)
         for key in keys:
-            pipeline.exists(_server_key(key))
+            pipeline.exists(self._name(key))
         return [bool(count) for count in self._call(pipeline.execute)]
 
     def _delete(self, key: str) -> None:
-        self._call(self._client.delete, _server_key(key))
+        self._call(self._client.delete, self._name(key))
 
     def close(self) -> None:
         self._client.close()
 
-
-def _server_key(key: str) -> str:
-    return f"{FORMAT}:{key}"
-
-
-def _check_limit(limit: int) -> int:
-    if limit <= 0:
-        raise ValueError(f"bytes: want more than 0, got {limit}")
-    return limit
+    def _name(self, key: str) -> str:
+        return f"{self.codec.format}:{key}"

@@ -240,6 +240,53 @@ def test_memory_that_is_used_again_at_once_does_not_change_what_is_on_its_way(de
         gen.pools.buffer.zero_()
 
 
+def test_a_copy_from_the_device_under_way_is_waited_for_where_the_bytes_are_read(demo):
+    """As on a GPU: the copies of one `read_slot` are whole only when what `copied` returned says so, and no step waits."""
+    with KimiK3Generator(demo, tiers=(HostTier(1 << 28),), **SMALL) as gen:
+        ask(gen, demo, prompt_of(200, 4))
+        wanted = {}
+        for entry in gen.index.entries():
+            for heads in gen.tiers.slices:
+                name = _slice_name(_key_in(entry.node, entry.snapshot.position), heads)
+                wanted[name] = gen.pools.read_slot(entry.snapshot.slot, heads)
+        begun, threads, waits = [], [], []
+
+        def to_cpu(source, dtype=None):
+            value, target = source.to(dtype or source.dtype, copy=True), torch.full_like(source, 3, dtype=dtype)
+            begun.append((target.contiguous(), value))
+            return begun[-1][0]
+
+        def copied():
+            copies, whole = begun[:], threading.Event()
+            begun.clear()
+
+            def run():
+                time.sleep(0.02)
+                for target, value in copies:
+                    target.copy_(value)
+                whole.set()
+
+            def wait():
+                waits.append(threading.current_thread())
+                assert whole.wait(10)
+
+            threads.append(threading.Thread(target=run))
+            threads[-1].start()
+            return wait
+
+        gen.pools._to_cpu, gen.pools.copied = to_cpu, copied
+        gen.index.clear()
+        assert threading.current_thread() not in waits
+        gen.tiers.stack.flush()
+        (tier,) = gen.tiers.stack.tiers
+        for thread in threads:
+            thread.join()
+        assert len(wanted) > 3 and len(waits) >= len(wanted)
+        for name, payload in wanted.items():
+            stored = tier.get(name)
+            assert stored.keys() == payload.keys() and all(torch.equal(stored[k], payload[k]) for k in payload)
+
+
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "empty", "gone", "foreign"])
 def test_a_damaged_entry_is_a_counted_miss_and_a_recompute(demo, tmp_path, damage):
     prompt = prompt_of(200, 2)
@@ -408,7 +455,7 @@ def test_what_the_queue_refuses_is_not_taken_to_be_stored(demo, tmp_path, at_the
         put, (tier,) = threading.Event(), stack.tiers
         write = tier._put
         tier._put = lambda *args: put.wait() and write(*args)
-        stack._max_pending_bytes = gen.pools.layout.block_bytes * 2
+        stack.max_pending_bytes = gen.pools.layout.block_bytes * 2
         ask(gen, demo, prompt)
         if not at_the_end:
             (last,) = [e for e in gen.index.entries() if e.snapshot.position == 300]
@@ -421,7 +468,7 @@ def test_what_the_queue_refuses_is_not_taken_to_be_stored(demo, tmp_path, at_the
             for _ in range(20):
                 stack.flush()
                 gen.tiers.save(last)
-            stack._max_pending_bytes = 1 << 30
+            stack.max_pending_bytes = 1 << 30
             gen.tiers.save(last)
             stack.flush()
             gen.index.on_evict = None
@@ -430,6 +477,52 @@ def test_what_the_queue_refuses_is_not_taken_to_be_stored(demo, tmp_path, at_the
         put.set()
     with KimiK3Generator(demo, tiers=(DiskTier(tmp_path, 1 << 28),), **SMALL) as gen:
         assert ask(gen, demo, [*prompt, 9]) <= 1
+
+
+@pytest.mark.parametrize("how", ["failed", "evicted"])
+def test_what_did_not_get_into_a_tier_is_stored_again(demo, how):
+    """A write that fails after it was queued, or an entry that the last tier drops: of a path that lives on."""
+    prompt = prompt_of(300, 8)
+    with KimiK3Generator(demo, tiers=(HostTier(1 << 28),), **SMALL | {"num_blocks": 60}) as gen:
+        (tier,), write = gen.tiers.stack.tiers, gen.tiers.stack.tiers[0]._put
+        ask(gen, demo, prompt)
+
+        def fail(*args):
+            raise OSError(28, "No space left on device")
+
+        if how == "failed":
+            tier._put = fail
+        (last,) = [e for e in gen.index.entries() if e.snapshot.position == 300]
+        gen.tiers.save(last)
+        gen.tiers.stack.flush()
+        if how == "evicted":
+            tier._limit = 0
+            tier._make_room(0)
+            tier._limit = 1 << 28
+        tier._put = write
+        assert all(node.is_stored for node in last.path[:4]) and last.snapshot.is_stored  # not known yet
+        assert tier.stats()["entries"] == 0
+        gen.index.clear()
+        gen.tiers.stack.flush()
+        assert gen.tiers.counts["lost"] > 4
+        assert ask(gen, demo, [*prompt, 9]) <= 1
+
+
+def test_reads_under_way_are_bounded(demo):
+    """By bytes, though one of any size may go on; who has to wait is served afterwards."""
+    with KimiK3Generator(demo, tiers=(SlowTier(1 << 28),), **SMALL) as gen:
+        prompts = [prompt_of(250, seed) for seed in range(3)]
+        for prompt in prompts:
+            ask(gen, demo, prompt)
+        gen.index.clear()
+        gen.tiers.stack.flush()
+        gen.tiers.max_reading_bytes = 1
+        rids = [gen.add([*prompt, 4], SamplingParams(max_new_tokens=2)) for prompt in prompts]
+        most = 0
+        while gen.has_unfinished():
+            gen.step()
+            most = max(most, sum(request.fetch_state == "pending" for request in gen._requests.values()))
+        assert most == 1 and all(gen.result(rid).reused_tokens == 250 for rid in rids)
 
 
 def test_a_read_that_hangs_is_given_up_and_no_step_spins_meanwhile(demo, monkeypatch):

@@ -17,7 +17,7 @@ from tier_processes import entry, key, same, stored_files
 from valkey_server import Server, server_binary
 
 from kimi_k3.engine import tiers
-from kimi_k3.engine.tier_format import DTYPES, LossyCodec, TierError, pack, payload_bytes, unpack
+from kimi_k3.engine.tier_format import DTYPES, FORMAT, LossyCodec, TierError, pack, payload_bytes, unpack
 from kimi_k3.engine.tiers import DiskTier, HostTier, RemoteTier, Tier
 
 ENTRY_BYTES = payload_bytes(entry(0))
@@ -181,7 +181,7 @@ def test_a_bad_file_is_removed_and_named(tmp_path, kind):
 
 def test_host_keeps_the_recently_used_within_its_bytes():
     tier, leaving = HostTier(4 * 2560), []
-    tier.on_evict = lambda name, read: leaving.append((name, tier.contains(name), same(read(), entry(0))))
+    tier.on_evict = lambda name: leaving.append((name, tier.contains(name), same(tier.read(name), entry(0))))
     for number in range(4):
         tier.put(key(number), entry(0))
     tier.get(key(0))
@@ -243,6 +243,24 @@ def test_disk_learns_of_a_use_when_it_evicts(tmp_path):
         assert tier.get(key(2 * step)) is not None  # the oldest
         assert tier.put(key(100 + step), entry(step))
     assert [tier.contains(key(number)) for number in range(14)] == [True, False] * 6 + [True, True]
+
+
+def test_disk_sees_what_another_process_used(tmp_path):
+    one, two = DiskTier(tmp_path, 4 * file_bytes()), DiskTier(tmp_path, 4 * file_bytes())
+    for number in range(4):
+        one.put(key(number), entry(number))
+    assert two.get(key(0)) is not None
+    one._is_old_at = 0.0
+    one.put(key(4), entry(4))
+    assert [one.contains(key(number)) for number in range(5)] == [True, False, True, True, True]
+
+
+def test_disk_counts_an_entry_once_that_another_process_deleted(tmp_path):
+    one, two = DiskTier(tmp_path, 1 << 20), DiskTier(tmp_path, 1 << 20)
+    for _ in range(3):
+        assert one.put(key(0), entry(0))
+        two.delete(key(0))
+    assert one.put(key(0), entry(0)) and one.stats()["bytes"] == file_bytes() and one.stats()["entries"] == 1
 
 
 def test_disk_survives_a_restart_and_counts_what_is_there(tmp_path):
@@ -313,24 +331,15 @@ def test_evicted_under_a_reader_is_a_miss_or_whole(tmp_path, monkeypatch):
     tier = DiskTier(tmp_path, 1 << 20)
     tier.put(key(0), entry(0))
     assert tier.contains(key(0))
-    real = os.fstat
+    real = tiers.np.fromfile
 
-    def evict_first(descriptor):
+    def evict_first(file, dtype):
         DiskTier(tmp_path, 1 << 20).delete(key(0))  # between the reader's open and its read
-        return real(descriptor)
+        return real(file, dtype)
 
-    monkeypatch.setattr(os, "fstat", evict_first)
+    monkeypatch.setattr(tiers.np, "fromfile", evict_first)
     assert same(tier.get(key(0)), entry(0))
     assert tier.get(key(0)) is None
-
-
-def test_disk_can_sync(tmp_path, monkeypatch):
-    synced, real = [], os.fsync
-    monkeypatch.setattr(os, "fsync", lambda descriptor: (synced.append(descriptor), real(descriptor)))
-    DiskTier(tmp_path / "a", 1 << 20).put(key(0), entry(0))
-    assert not synced
-    DiskTier(tmp_path / "b", 1 << 20, fsync=True).put(key(0), entry(0))
-    assert len(synced) == 2  # the file and its folder
 
 
 def processes(*arguments: object) -> dict[str, int]:
@@ -506,25 +515,20 @@ def test_remote_server_that_comes_back_is_used_again(server):
 def test_remote_bad_values_are_removed(server):
     tier = RemoteTier(server.url)
     for bad in (b"", b"junk", b"".join(pack(key(1), entry(1)))[:-1], b"".join(pack(key(2), entry(2)))):
-        tier._client.set(f"{tiers.FORMAT}:{key(1)}", bad)
+        tier._client.set(f"{FORMAT}:{key(1)}", bad)
         with pytest.raises(TierError):
             tier.get(key(1))
         assert not tier.contains(key(1))
     assert tier.stats()["damaged"] == 3 and tier.stats()["foreign"] == 1
 
 
-def test_remote_full_or_too_big_is_refused(server):
-    tier = RemoteTier(server.url, max_entry_bytes=1 << 21)
+def test_remote_full_or_too_big_is_refused(server, monkeypatch):
+    monkeypatch.setattr(tiers, "SERVER_BYTES", 1 << 21)
+    tier = RemoteTier(server.url)
     big = {"a": torch.zeros(1 << 20, dtype=torch.uint8)}
     assert not tier.put(key(1), {"a": torch.zeros(1 << 21, dtype=torch.uint8)})
     stored = [tier.put(key(number), big) for number in range(2, 20)]
     assert stored[0] and not stored[-1] and tier.stats()["refused"] >= 2
-
-
-def test_remote_entries_expire(server):
-    tier = RemoteTier(server.url, ttl_s=100)
-    tier.put(key(1), entry(1))
-    assert 90 < tier._client.ttl(f"{tiers.FORMAT}:{key(1)}") <= 100
 
 
 def test_remote_needs_a_server_and_a_client(monkeypatch):

@@ -573,7 +573,7 @@ def main(argv: list[str] | None = None) -> list[Row]:
     parser.add_argument("--traces", default="chat,bursts,mixed")
     parser.add_argument("--sessions", type=int, default=40, help="of each trace")
     parser.add_argument(
-        "--utilisation", type=float, default=1.0, help="work that arrives, over what fits into its time"
+        "--utilisation", type=float, default=2.0, help="work that arrives, over what fits into its time"
     )
     parser.add_argument("--oversubscription", type=float, default=2.0)
     parser.add_argument("--tier", choices=("off", "host"), default="host", help="of --compare")

@@ -25,7 +25,7 @@ from kimi_k3.engine.prefix_index import chain
 from kimi_k3.engine.request import GenerationResult, Request, RequestOutput, TokenLogprobs
 from kimi_k3.engine.residency import REFRESH_STEPS, Residency
 from kimi_k3.engine.runner import CudaRecorder, DecodeGraphs, Piece, Runner
-from kimi_k3.engine.scheduler import DEFAULT_POLICY, SCHEDULERS, Candidate, Resources, Schedule
+from kimi_k3.engine.scheduler import DEFAULT_POLICY, SCHEDULERS, Candidate, Pace, Resources, Schedule
 from kimi_k3.engine.tier_format import LossyCodec
 from kimi_k3.generation import StopText, end_ids
 from kimi_k3.sampling import Penalties, SamplingParams, fresh_seed, sample
@@ -126,6 +126,7 @@ class KimiK3Generator:
         self._ends = end_ids(model, None) | frozenset(tokenizer.end_token_ids if tokenizer is not None else ())
 
         self._expert_budget = 0.0
+        self._pace, self._stall_tokens = Pace(), 0
         self._events = 0  # of requests: arrived, read ahead, finished, failed
         self._settled = Schedule([], [], [], [], {})  # see `_decide`
         self._settled_at: tuple[int, ...] | None = None
@@ -248,6 +249,7 @@ class KimiK3Generator:
             return outputs
 
     def _run_scheduled(self) -> None:
+        started = time.perf_counter()
         if self.tiers is not None:
             self._events += self.tiers.poll(self._requests.values())
         decision_started = time.perf_counter()
@@ -268,6 +270,7 @@ class KimiK3Generator:
             pieces = [piece for piece in prepared if piece is not None]
             if self.tiers is not None and self.others is None and not pieces:
                 self.tiers.pause(self._requests.values())
+            decoding = sum(p.request.is_decoding for p in pieces if p.tokens)
             repeats = [p for p in pieces if p.tokens == 0]
             self._forward(self.memory.with_exports([p for p in pieces if p.tokens]))
             if repeats:
@@ -282,6 +285,7 @@ class KimiK3Generator:
             self.counts["failed_steps"] += 1
             self._events += 1
             raise
+        self._pace.add(decoding, sum(p.tokens for p in pieces) - decoding, time.perf_counter() - started)
 
     def _forward(self, pieces: list[Piece]) -> None:
         with self.agreement.naming("a collective of the forward pass"):
@@ -353,11 +357,13 @@ class KimiK3Generator:
 
     def _resources(self, running: list[Request]) -> Resources:
         layout = self.pools.layout
+        if self.num_steps % REFRESH_STEPS == 0:
+            self._stall_tokens = self.agreement.least([self._pace.tokens()])[0]
         return Resources(
             room_blocks=self.memory.room_blocks(running), slot_blocks=layout.blocks_per_page,
             total_blocks=self.pool.total_blocks, block_size=self.block_size, max_num_seqs=self.max_num_seqs,
             max_tokens_per_step=self.max_tokens_per_step, can_park=True, bytes_per_block=layout.block_bytes,
-            expert_budget=self._expert_budget,
+            expert_budget=self._expert_budget, stall_tokens=self._stall_tokens,
         )  # fmt: skip
 
     def _find_dependencies(self, running: list[Request], waiting: list[Request]) -> None:

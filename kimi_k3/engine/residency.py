@@ -178,6 +178,17 @@ class Residency:
         if is_new and not self._admit(request, followers):
             self.counts["held_allocation"] += 1
             return None
+        piece = self._allot(request, count, is_new)
+        if piece is None and is_new:
+            self.preempt(request, "drop", is_counted=False)
+            is_alone = not any(r.is_running for r in self._requests.values())
+            if is_alone and self._admit(request, followers, is_cold=True):
+                piece = self._allot(request, count, is_new)
+        self.counts["held_allocation"] += piece is None
+        return piece
+
+    def _allot(self, request: Request, count: int, is_new: bool) -> Piece | None:
+        """Blocks for its next `count` tokens; None where they are short."""
         end = min(request.done + count, len(request.tokens))
         if is_new and end < len(request.tokens):  # the hit may differ from the one that was planned with
             end = end // self.block_size * self.block_size
@@ -186,9 +197,6 @@ class Residency:
         while len(request.table) * self.block_size < end:
             block = self.block()
             if block is None:
-                if is_new:
-                    self.preempt(request, "drop", is_counted=False)
-                self.counts["held_allocation"] += 1
                 return None
             request.table.append(block)
         return Piece(request, end - request.done, [])
@@ -257,7 +265,7 @@ class Residency:
             layout = self.pools.layout
             free = self.pool.free_pages * layout.page_bytes // (layout.snapshot_bytes or layout.page_bytes)
             slots = (free + self.index.num_snapshots) // 2 - len(wanted)
-            request.stride = choose_stride(total - done, slots, self.block_size)
+            request.stride = choose_stride(max(total - done, self.block_size), slots, self.block_size)
             if request.stride:
                 wanted |= set(
                     range(done // request.stride * request.stride + request.stride, total + 1, request.stride)

@@ -54,6 +54,9 @@ class Resources(NamedTuple):
     can_park: bool  # a tier exists that takes states
     bytes_per_block: int
     expert_budget: float = 0.0  # 0: off; else the load of the busiest expert rank above which admission is throttled
+    stall_tokens: int = (
+        0  # prompt tokens that a step may take beside decodes to last `stall` decode steps; 0: not known yet
+    )
     park_tokens: int = 256  # parking and fetching one state costs as much as computing this many tokens
 
 
@@ -79,17 +82,55 @@ class Policy(NamedTuple):
     its first `quantum` steps to a request of higher priority.
     """
 
-    prefill_share: float = 0.25  # of max_tokens_per_step: the most prefill beside as many or more who decode
-    spread: int = 16  # steps over which the prefill at hand is spread beside many who decode
+    stall: float = 3.0  # decode steps that one with prefill beside may last, see `Pace`
+    prefill_share: float = (
+        0.25  # before that is known, of max_tokens_per_step: the most prefill beside as many who decode
+    )
+    spread: int = 16  # and the steps over which the prefill at hand is spread
     horizon: int = 64  # tokens that each request is expected to grow by; admission leaves room for them
     priority_worth: int = 64  # one level of priority: as if it had arrived this many requests earlier
-    length_worth: int = 4  # each doubling of the prefill beyond one block: this many requests later
+    length_worth: int = 2  # each doubling of the prefill beyond one block: this many requests later
     patience: int = 1024
     quantum: int = 128
     lookahead: int = 8  # waiting requests whose tier data is asked for ahead of their turn
 
 
 DEFAULT_POLICY = Policy()
+
+
+class Pace:
+    """How many prompt tokens a step may take beside decodes, from the seconds that steps took: decaying averages.
+
+    A step of decodes alone lasts d, and prompt tokens beside them add to it. `tokens` are as many as make it `stall` d; it
+    is the same wherever prompts are read at the speed of decoding, and far more on hardware that waits for memory.
+    """
+
+    KEPT = 0.95  # of what is known when a step has run
+    LEAST = 8  # steps of either kind before it is told
+
+    def __init__(self) -> None:
+        self._decode_s = self._added_s = self._added_tokens = 0.0
+        self._num_decodes = self._num_mixed = 0
+
+    def add(self, rows: int, prompt_tokens: int, seconds: float) -> None:
+        """A step with `rows` that decoded and `prompt_tokens` beside."""
+        if rows and not prompt_tokens:
+            kept = self.KEPT if self._num_decodes else 0.0
+            self._decode_s = kept * self._decode_s + (1 - kept) * seconds
+            self._num_decodes += 1
+        elif rows and self._num_decodes:
+            self._added_s = self.KEPT * self._added_s + max(seconds - self._decode_s, 0.0)
+            self._added_tokens = self.KEPT * self._added_tokens + prompt_tokens
+            self._num_mixed += 1
+
+    def tokens(self, stall: float = DEFAULT_POLICY.stall) -> int:
+        """0: not known yet."""
+        if min(self._num_decodes, self._num_mixed) < self.LEAST:
+            return 0
+        most = 1 << 20
+        return max(1, min(most, int((stall - 1) * self._decode_s * self._added_tokens / max(self._added_s, 1e-9))))
+
+
 Key = tuple[float, ...]  # a place in an order; ends in a 0 that `_inherit` uses
 
 
@@ -237,7 +278,7 @@ def schedule_dependency_aware(
 
     Unlike `schedule_fcfs` it admits a request only with room for its whole prompt and `policy.horizon` more tokens,
     beside the same for those that run; holds back requests whose prefix is just being computed, and moves the one
-    that computes it to their place in the order; spreads prefill over steps while others decode; parks or drops by
+    that computes it to their place in the order; bounds the prefill of a step in which others decode; parks or drops by
     cost; asks for tier data ahead; and admits nobody who would load the busiest expert rank above `expert_budget`.
     """
     step, block = _Step(resources), resources.block_size
@@ -339,8 +380,9 @@ def schedule_dependency_aware(
     if not work:
         return step.close(_busiest(loads))
 
-    # 5. Prefill and admission. Beside tokens that others wait for, the prefill at hand is spread over some steps, fewer
-    # and larger ones the more wait for prefill against those who decode.
+    # 5. Prefill and admission. Beside tokens that others wait for, a step takes only so many prompt tokens: as many as keep
+    # it within `stall` decode steps where it is known what they cost, else the prefill at hand is spread over some steps.
+    # The more wait for prefill against those who decode, the more.
     allowance, at_hand, num_waiting, free = step.tokens, 0, 0, spare
     for candidate in work if step.rows else ():
         free -= 0 if candidate.is_running else expected(candidate)
@@ -350,13 +392,17 @@ def schedule_dependency_aware(
         num_waiting += 1
     if step.rows:
         rows = len(step.rows)
-        most = int(policy.prefill_share * resources.max_tokens_per_step) * max(num_waiting, rows) // rows
-        spread = at_hand * (num_waiting + rows) // (policy.spread * rows)
-        allowance = min(step.tokens, max(block, min(most, spread)))
+        if resources.stall_tokens:
+            most = resources.stall_tokens * max(num_waiting, rows) // rows
+        else:
+            most = int(policy.prefill_share * resources.max_tokens_per_step) * max(num_waiting, rows) // rows
+            most = min(most, at_hand * (num_waiting + rows) // (policy.spread * rows))
+        allowance = min(step.tokens, max(block, most))
     live = {c.rid for c in running}
     for candidate in work:
-        rid, left = candidate.rid, candidate.total - (candidate.done or candidate.reuse)
-        tokens = step.tokens if left <= 1 else min(allowance, step.tokens)
+        rid, start = candidate.rid, candidate.done or candidate.reuse
+        left = candidate.total - start
+        tokens = step.tokens if left <= 1 else min(allowance + -start % block, step.tokens)
         if candidate.is_running:
             count = step.piece(candidate, tokens, step.room)
             if count > 0:

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kimi_k3.engine.scheduler import SCHEDULERS, Candidate, Resources, Schedule
+from kimi_k3.engine.scheduler import SCHEDULERS, Candidate, Pace, Resources, Schedule
 
 BLOCK = 64
 KDA_STATE_BYTES = 69 * 96 * 128 * 128 * 4
@@ -262,6 +262,7 @@ class Simulation:
         self.finished: list[Request] = []
         self.counts = dict.fromkeys(["preempted", "parked", "computed", "replayed", "fetched", "reused", "evicted"], 0)
         self.longest_wait_s = 0.0
+        self.pace = Pace()
         self.step_stats: list[tuple[int, float, float]] = []
 
     @staticmethod
@@ -464,7 +465,7 @@ class Simulation:
         candidates = self._candidates()
         resources = Resources(
             self.total_blocks - self.live_blocks, self.slot_blocks, self.total_blocks, BLOCK, self.max_num_seqs,
-            self.max_tokens, True, self.block_bytes,
+            self.max_tokens, True, self.block_bytes, stall_tokens=self.pace.tokens(),
         )  # fmt: skip
         started = time.thread_time()
         plan = self.schedule(candidates, resources)
@@ -498,6 +499,7 @@ class Simulation:
             seconds = step_seconds(self.machine, self.experts, rows, tokens, pieces, context, pairs)
             distinct, _, busiest = self.experts.at((rows + tokens) * self.machine.ep // self.machine.tp)
             self.step_stats.append((rows + tokens, distinct, busiest))
+            self.pace.add(rows, tokens, seconds)
         elif self.coming and not any(c.fetch == "pending" for c in candidates):
             seconds = max(seconds, self.coming[-1][0] - self.now)
         self.now += seconds

@@ -5,7 +5,15 @@ from dataclasses import dataclass
 
 import pytest
 
-from kimi_k3.engine.scheduler import SCHEDULERS, Candidate, Policy, Resources, schedule_dependency_aware, schedule_fcfs
+from kimi_k3.engine.scheduler import (
+    SCHEDULERS,
+    Candidate,
+    Pace,
+    Policy,
+    Resources,
+    schedule_dependency_aware,
+    schedule_fcfs,
+)
 
 BLOCK = 64
 BOTH = pytest.mark.parametrize("name", sorted(SCHEDULERS))
@@ -358,6 +366,36 @@ def test_prefill_is_spread_while_others_decode():
     assert pieces([5000], 1) == [2048 // 4] and pieces([700], 1) == [BLOCK]
     assert pieces([600] * 8, 2) == [600, 600, 256]  # 4,800 tokens, four wait for each that decodes: 1,500 a step
     assert pieces([5000], 1, schedule_fcfs) == [1984]
+
+
+def test_prefill_beside_decodes_is_what_a_step_has_time_for():
+    """As many tokens as are known to keep it within a few decode steps, more where more wait than decode."""
+
+    def pieces(prompts, decoders, stall_tokens):
+        cases = [decoding(rid, 100) for rid in range(decoders)]
+        cases += [a_candidate(100 + i, total=total) for i, total in enumerate(prompts)]
+        resources = the_resources(max_tokens_per_step=2048, max_num_seqs=99, room_blocks=900, stall_tokens=stall_tokens)
+        return [tokens for rid, tokens in schedule_dependency_aware(cases, resources).run if rid >= 100]
+
+    assert pieces([5000], 16, 512) == [512] and pieces([700], 16, 512) == [512] and pieces([700], 16, 5) == [BLOCK]
+    assert pieces([600] * 8, 2, 512) == [600, 600, 600, 192] and pieces([600] * 8, 8, 512) == [512]
+    assert pieces([5000], 4, 1 << 20) == [2044 // BLOCK * BLOCK] and pieces([5000], 0, 64) == [2048]
+    # A piece that begins inside a block also fills that.
+    case = [decoding(0, 100), a_candidate(1, total=500, reuse=100)]
+    assert (1, 92) in schedule_dependency_aware(case, the_resources(stall_tokens=64)).run
+
+
+def test_the_pace_is_learnt_from_steps_and_follows_them():
+    pace = Pace()
+    for _ in range(Pace.LEAST):
+        assert pace.tokens(3.0) == 0
+        pace.add(4, 0, 0.010)
+        pace.add(0, 512, 9.0)  # nobody waited for a token
+        pace.add(4, 64, 0.010 + 64 * 0.0001)
+    assert pace.tokens(3.0) == pytest.approx(200, abs=1) and pace.tokens(2.0) == pytest.approx(100, abs=1)
+    for _ in range(200):  # memory-bound: prompts cost next to nothing
+        pace.add(4, 64, 0.010)
+    assert pace.tokens(3.0) > 100_000
 
 
 def test_admission_leaves_room_for_growth():

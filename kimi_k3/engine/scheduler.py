@@ -86,7 +86,7 @@ class Policy(NamedTuple):
     prefill_share: float = (
         0.25  # before that is known, of max_tokens_per_step: the most prefill beside as many who decode
     )
-    spread: int = 16  # and the steps over which the prefill at hand is spread
+    spread: int = 8  # and the steps over which the prefill at hand is spread
     horizon: int = 64  # tokens that each request is expected to grow by; admission leaves room for them
     priority_worth: int = 64  # one level of priority: as if it had arrived this many requests earlier
     length_worth: int = 2  # each doubling of the prefill beyond one block: this many requests later
@@ -99,18 +99,20 @@ DEFAULT_POLICY = Policy()
 
 
 class Pace:
-    """How many prompt tokens a step may take beside decodes, from the seconds that steps took: decaying averages.
+    """How many prompt tokens a step may take beside decodes, from the seconds that steps took.
 
-    A step of decodes alone lasts d, and prompt tokens beside them add to it. `tokens` are as many as make it `stall` d; it
-    is the same wherever prompts are read at the speed of decoding, and far more on hardware that waits for memory.
+    A step of decodes alone lasts d; n prompt tokens beside them add fixed + n * each, fitted to what was seen, the latest
+    weighing most. `tokens` are as many as make the step last `stall` d: few where prompts are read hardly faster than
+    answers are written, far more on hardware that waits for memory.
     """
 
     KEPT = 0.95  # of what is known when a step has run
     LEAST = 8  # steps of either kind before it is told
 
     def __init__(self) -> None:
-        self._decode_s = self._added_s = self._added_tokens = 0.0
+        self._decode_s = 0.0
         self._num_decodes = self._num_mixed = 0
+        self._sums = [0.0] * 5  # of 1, tokens, seconds added, tokens ** 2, tokens * seconds
 
     def add(self, rows: int, prompt_tokens: int, seconds: float) -> None:
         """A step with `rows` that decoded and `prompt_tokens` beside."""
@@ -119,16 +121,22 @@ class Pace:
             self._decode_s = kept * self._decode_s + (1 - kept) * seconds
             self._num_decodes += 1
         elif rows and self._num_decodes:
-            self._added_s = self.KEPT * self._added_s + max(seconds - self._decode_s, 0.0)
-            self._added_tokens = self.KEPT * self._added_tokens + prompt_tokens
+            added, n = max(seconds - self._decode_s, 0.0), prompt_tokens
+            new = (1, n, added, n * n, n * added)
+            self._sums = [self.KEPT * a + b for a, b in zip(self._sums, new)]
             self._num_mixed += 1
 
     def tokens(self, stall: float = DEFAULT_POLICY.stall) -> int:
         """0: not known yet."""
         if min(self._num_decodes, self._num_mixed) < self.LEAST:
             return 0
-        most = 1 << 20
-        return max(1, min(most, int((stall - 1) * self._decode_s * self._added_tokens / max(self._added_s, 1e-9))))
+        count, tokens, seconds, squares, products = self._sums
+        mean = max(seconds / tokens, 1e-9)  # of a token, the fixed part included
+        spread = squares - tokens * tokens / count
+        slope = (products - tokens * seconds / count) / spread if spread > 0.05 * squares else mean
+        each = min(max(slope, mean / 4), mean)
+        fixed = (seconds - each * tokens) / count
+        return max(1, min(1 << 20, int(((stall - 1) * self._decode_s - fixed) / each)))
 
 
 Key = tuple[float, ...]  # a place in an order; ends in a 0 that `_inherit` uses

@@ -357,7 +357,7 @@ class KimiK3Generator:
 
     def _resources(self, running: list[Request]) -> Resources:
         layout = self.pools.layout
-        if self.num_steps % REFRESH_STEPS == 0:
+        if not self._stall_tokens or self.num_steps % REFRESH_STEPS == 0:
             self._stall_tokens = self.agreement.least([self._pace.tokens()])[0]
         return Resources(
             room_blocks=self.memory.room_blocks(running), slot_blocks=layout.blocks_per_page,

@@ -86,7 +86,7 @@ class Policy(NamedTuple):
     prefill_share: float = (
         0.25  # before that is known, of max_tokens_per_step: the most prefill beside as many who decode
     )
-    spread: int = 8  # and the steps over which the prefill at hand is spread
+    spread: int = 16  # and the steps over which the prefill at hand is spread
     horizon: int = 64  # tokens that each request is expected to grow by; admission leaves room for them
     priority_worth: int = 64  # one level of priority: as if it had arrived this many requests earlier
     length_worth: int = 2  # each doubling of the prefill beyond one block: this many requests later
@@ -389,28 +389,29 @@ def schedule_dependency_aware(
         return step.close(_busiest(loads))
 
     # 5. Prefill and admission. Beside tokens that others wait for, a step takes only so many prompt tokens: as many as keep
-    # it within `stall` decode steps where it is known what they cost, else the prefill at hand is spread over some steps.
-    # The more wait for prefill against those who decode, the more.
-    allowance, at_hand, num_waiting, free = step.tokens, 0, 0, spare
-    for candidate in work if step.rows else ():
-        free -= 0 if candidate.is_running else expected(candidate)
-        if free < 0 and not candidate.is_running:
-            break
-        at_hand += candidate.total - (candidate.done or candidate.reuse)
-        num_waiting += 1
-    if step.rows:
-        rows = len(step.rows)
-        if resources.stall_tokens:
-            most = resources.stall_tokens * max(num_waiting, rows) // rows
-        else:
-            most = int(policy.prefill_share * resources.max_tokens_per_step) * max(num_waiting, rows) // rows
-            most = min(most, at_hand * (num_waiting + rows) // (policy.spread * rows))
+    # it within `stall` decode steps. Before it is known what they cost, the prefill at hand is spread over some steps, fewer
+    # and larger ones the more wait for prefill against those who decode.
+    allowance, rows = step.tokens, len(step.rows)
+    if rows and resources.stall_tokens:
+        allowance = min(step.tokens, max(block, resources.stall_tokens))
+    elif rows:
+        at_hand, num_waiting, free = 0, 0, spare
+        for candidate in work:
+            free -= 0 if candidate.is_running else expected(candidate)
+            if free < 0 and not candidate.is_running:
+                break
+            at_hand += candidate.total - (candidate.done or candidate.reuse)
+            num_waiting += 1
+        most = int(policy.prefill_share * resources.max_tokens_per_step) * max(num_waiting, rows) // rows
+        most = min(most, at_hand * (num_waiting + rows) // (policy.spread * rows))
         allowance = min(step.tokens, max(block, most))
     live = {c.rid for c in running}
     for candidate in work:
         rid, start = candidate.rid, candidate.done or candidate.reuse
         left = candidate.total - start
-        tokens = step.tokens if left <= 1 else min(allowance + -start % block, step.tokens)
+        tokens = step.tokens if left <= 1 else min(allowance, step.tokens)
+        if (start + tokens) // block * block - start < min(block // 2, left):  # a sliver: up to the next block
+            tokens = min(tokens + -start % block, step.tokens)
         if candidate.is_running:
             count = step.piece(candidate, tokens, step.room)
             if count > 0:

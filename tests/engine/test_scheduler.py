@@ -369,7 +369,7 @@ def test_prefill_is_spread_while_others_decode():
 
 
 def test_prefill_beside_decodes_is_what_a_step_has_time_for():
-    """As many tokens as are known to keep it within a few decode steps, more where more wait than decode."""
+    """As many tokens as are known to keep it within a few decode steps."""
 
     def pieces(prompts, decoders, stall_tokens):
         cases = [decoding(rid, 100) for rid in range(decoders)]
@@ -378,11 +378,14 @@ def test_prefill_beside_decodes_is_what_a_step_has_time_for():
         return [tokens for rid, tokens in schedule_dependency_aware(cases, resources).run if rid >= 100]
 
     assert pieces([5000], 16, 512) == [512] and pieces([700], 16, 512) == [512] and pieces([700], 16, 5) == [BLOCK]
-    assert pieces([600] * 8, 2, 512) == [600, 600, 600, 192] and pieces([600] * 8, 8, 512) == [512]
+    assert pieces([600] * 8, 2, 512) == [512] and pieces([600] * 8, 8, 1300) == [600, 600, 64]
     assert pieces([5000], 4, 1 << 20) == [2044 // BLOCK * BLOCK] and pieces([5000], 0, 64) == [2048]
-    # A piece that begins inside a block also fills that.
+    # A piece that begins inside a block also fills that where else it would be a sliver.
     case = [decoding(0, 100), a_candidate(1, total=500, reuse=100)]
     assert (1, 92) in schedule_dependency_aware(case, the_resources(stall_tokens=64)).run
+    assert (1, 44) in schedule_dependency_aware(
+        [case[0], a_candidate(1, total=500, reuse=84)], the_resources(stall_tokens=64)
+    ).run
 
 
 def test_the_pace_is_learnt_from_steps_and_follows_them():
@@ -393,7 +396,10 @@ def test_the_pace_is_learnt_from_steps_and_follows_them():
         pace.add(0, 512, 9.0)  # nobody waited for a token
         pace.add(4, 64, 0.010 + 64 * 0.0001)
     assert pace.tokens(3.0) == pytest.approx(200, abs=1) and pace.tokens(2.0) == pytest.approx(100, abs=1)
-    for _ in range(200):  # memory-bound: prompts cost next to nothing
+    for n in range(64, 1600, 64):  # now with a fixed part, which only different sizes tell
+        pace.add(4, n, 0.010 + 0.004 + n * 0.0001)
+    assert pace.tokens(3.0) == pytest.approx(160, abs=25)
+    for _ in range(300):  # memory-bound: prompts cost next to nothing
         pace.add(4, 64, 0.010)
     assert pace.tokens(3.0) > 100_000
 

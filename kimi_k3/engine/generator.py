@@ -57,7 +57,9 @@ class KimiK3Generator:
         prefix_cache: reuse the prefixes of earlier requests; `clear_prefix_cache` after the weights have changed.
         scheduler: "dependency_aware" or "fcfs".
         tiers: HostTier, DiskTier, RemoteTier: where evicted and parked states go, nearest first.
-        batch_invariant: bitwise equal results in any batch, at some cost; sets the model's mode until `close`.
+        batch_invariant: bitwise equal results in any batch, at some cost. It decides for this generator's steps alone: the
+            model's own mode (`set_batch_invariant`) is neither heeded nor changed, and generators of both kinds may share
+            one model.
         data_parallel: on a mesh with experts on "ep", each "dp" group of ranks runs the requests that it is given, with its
             own memory, and takes part in the others' steps with zero tokens when it has none. All ranks call `generate`,
             or `step` while `has_unfinished()`, equally often. Without it every rank is given the same requests.
@@ -85,6 +87,10 @@ class KimiK3Generator:
                 raise ValueError(f"KimiK3Generator: want {name} >= 1, got {value!r}")
         if not isinstance(heat_every, int) or heat_every < 0:
             raise ValueError(f"KimiK3Generator: want heat_every >= 0, got {heat_every!r}")
+        if batch_invariant and model.model.has_compiled_layers:
+            raise NotImplementedError(
+                "KimiK3Generator: batch_invariant wants a model without compile_blocks: a compiler orders sums by their sizes"
+            )
         if snapshots not in ("exact", "bf16"):
             raise ValueError(f"KimiK3Generator: want snapshots 'exact' or 'bf16', got {snapshots!r}")
         if batch_invariant and snapshots != "exact":
@@ -116,13 +122,11 @@ class KimiK3Generator:
         )  # fmt: skip
         self.pools, self.pool, self.index = self.memory.pools, self.memory.pool, self.memory.index
         self.tiers = self.memory.tiers
-        self.runner = Runner(model, self.pool, self.pools, heat_every, self.counts)
+        self.runner = Runner(model, self.pool, self.pools, heat_every, self.counts, batch_invariant)
         is_whole = self.agreement.all is None and all(p.device == model.device for p in model.parameters())
         if cuda_graphs and model.device.type == "cuda" and is_whole:
             self.runner.graphs = DecodeGraphs(model, self.pools, CudaRecorder())
-        self._was_invariant = model.model.is_batch_invariant
-        model.set_batch_invariant(batch_invariant)
-        self._root = self._root_key(batch_invariant)
+        self._root = self._root_key()
         self._ends = end_ids(model, None) | frozenset(tokenizer.end_token_ids if tokenizer is not None else ())
 
         self._expert_budget = 0.0
@@ -275,7 +279,7 @@ class KimiK3Generator:
             self._forward(self.memory.with_exports([p for p in pieces if p.tokens]))
             if repeats:
                 hidden_RD = torch.stack([p.request.hidden for p in repeats if p.request.hidden is not None])
-                self._sample([p.request for p in repeats], self.model.head_logits(hidden_RD))
+                self._sample([p.request for p in repeats], self.runner.logits(hidden_RD))
                 for piece in repeats:
                     piece.request.hidden = None
         except BaseException:  # states may be half advanced, exports unwritten
@@ -634,7 +638,6 @@ class KimiK3Generator:
                 self._finish(request, "abort", is_published=False)
             self.memory.close()
             self.expert_changes.close()
-            self.model.set_batch_invariant(self._was_invariant)
             self.record_trace(None)
             self._is_closed = True
 
@@ -656,7 +659,7 @@ class KimiK3Generator:
             if self._requests:
                 raise ValueError(f"clear_prefix_cache: want no unfinished requests, got {len(self._requests)}")
             self.memory.clear_prefix_cache()
-            self._root = self._root_key(self.model.model.is_batch_invariant)
+            self._root = self._root_key()
 
     # What it says of itself.
 
@@ -793,13 +796,13 @@ class KimiK3Generator:
         if self._is_closed:
             raise ValueError("KimiK3Generator: it is closed")
 
-    def _root_key(self, batch_invariant: bool) -> bytes:
+    def _root_key(self) -> bytes:
         """What two caches must agree in before a prefix of one may serve the other."""
         model = self.model
         parts = [
             "kimi_k3 prefix 1", json.dumps(model.config.to_dict(), sort_keys=True, default=str), str(model.dtype),
             str(self.block_size), self.agreement.weights_digest(model),
-            f"batch invariant, {self.agreement.tp_size} ranks" if batch_invariant else "",
+            f"batch invariant, {self.agreement.tp_size} ranks" if self.runner.is_invariant else "",
             *(["bf16 snapshots"] if self.pools.layout.has_bf16_snapshots else []),
         ]  # fmt: skip
         if (lossy := getattr(model, "lossy_expert_activations", None)) is not None:

@@ -8,7 +8,7 @@ import json
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +27,9 @@ from kimi_k3.engine.residency import REFRESH_STEPS, Residency
 from kimi_k3.engine.runner import CudaRecorder, DecodeGraphs, Piece, Runner
 from kimi_k3.engine.scheduler import DEFAULT_POLICY, SCHEDULERS, Candidate, Pace, Resources, Schedule
 from kimi_k3.engine.tier_format import LossyCodec
+from kimi_k3.engine.tiers import Tier
 from kimi_k3.generation import StopText, end_ids
-from kimi_k3.sampling import Penalties, SamplingParams, fresh_seed, sample
+from kimi_k3.sampling import Penalties, SamplingParams, as_float, as_int, fresh_seed, sample
 
 if TYPE_CHECKING:
     from kimi_k3.modeling_kimi_k3 import KimiK3ForCausalLM
@@ -81,12 +82,20 @@ class KimiK3Generator:
         tiers: Sequence[Any] = (), batch_invariant: bool = False, data_parallel: bool = False, heat_every: int = 0,
         snapshots: str = "exact", cuda_graphs: bool = True,
     ) -> None:  # fmt: skip
-        for name, value in (("max_num_seqs", max_num_seqs), ("max_tokens_per_step", max_tokens_per_step),
-                            ("block_size", block_size)):  # fmt: skip
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"KimiK3Generator: want {name} >= 1, got {value!r}")
-        if not isinstance(heat_every, int) or heat_every < 0:
-            raise ValueError(f"KimiK3Generator: want heat_every >= 0, got {heat_every!r}")
+        max_num_seqs = _whole("KimiK3Generator", "max_num_seqs", max_num_seqs, 1)
+        max_tokens_per_step = _whole("KimiK3Generator", "max_tokens_per_step", max_tokens_per_step, 1)
+        block_size = _whole("KimiK3Generator", "block_size", block_size, 1)
+        heat_every = _whole("KimiK3Generator", "heat_every", heat_every, 0)
+        if num_blocks is not None:
+            num_blocks = _whole("KimiK3Generator", "num_blocks", num_blocks, 1)
+        for name, value in (("prefix_cache", prefix_cache), ("batch_invariant", batch_invariant),
+                            ("data_parallel", data_parallel), ("cuda_graphs", cuda_graphs)):  # fmt: skip
+            if not isinstance(value, bool):
+                raise ValueError(f"KimiK3Generator: want {name} True or False, got {value!r}")
+        if not isinstance(tiers, Sequence) or not all(isinstance(tier, Tier) for tier in tiers):
+            raise ValueError(
+                f"KimiK3Generator: want tiers to be a list of HostTier, DiskTier, RemoteTier, got {tiers!r}"
+            )
         if batch_invariant and model.model.has_compiled_layers:
             raise NotImplementedError(
                 "KimiK3Generator: batch_invariant wants a model without compile_blocks: a compiler orders sums by their sizes"
@@ -160,17 +169,30 @@ class KimiK3Generator:
             priority: greater runs first.     timeout: seconds until the request ends with "timeout".
             snapshot_at: positions whose state should be kept.     extra_key: requests share prefixes only under equal keys.
             pixel_values, grid_thws: images, for a model with a vision tower.
-        Raises: ValueError for what can never run, with the numbers.
+        Whole numbers may be numpy's or torch's.
+        Raises: ValueError for an argument of another kind, naming it, and for what can never run, with the numbers.
         """
         params = SamplingParams() if params is None else params
-        ids = list(getattr(prompt, "ids", prompt))
-        boundaries = {*getattr(prompt, "boundaries", ()), *snapshot_at}
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"add: want params to be SamplingParams or None, got {params!r}")
+        params.check()  # it may have been changed since it was made
+        ids = _token_ids(prompt, self.model.config.text_config.vocab_size)
+        priority = _whole("add", "priority", priority)
+        if isinstance(snapshot_at, (str, bytes)) or not isinstance(snapshot_at, Iterable):
+            raise ValueError(f"add: want snapshot_at to be positions, got {snapshot_at!r}")
+        boundaries = {*getattr(prompt, "boundaries", ()), *(_whole("add", "snapshot_at", at) for at in snapshot_at)}
+        if not isinstance(extra_key, bytes):
+            raise ValueError(f"add: want extra_key to be bytes, got {extra_key!r}")
+        if timeout is not None:
+            seconds = as_float(timeout)
+            if seconds is None or not seconds >= 0:
+                raise ValueError(f"add: want timeout >= 0 seconds or None, got {timeout!r}")
+            timeout = seconds
+        for name, value in (("pixel_values", pixel_values), ("grid_thws", grid_thws)):
+            if value is not None and not isinstance(value, Tensor):
+                raise ValueError(f"add: want {name} to be a tensor or None, got {type(value).__name__}")
         for image_hash in getattr(prompt, "image_hashes", ()):
             extra_key += image_hash
-        vocabulary = self.model.config.text_config.vocab_size
-        wrong = [t for t in ids if not isinstance(t, int) or not 0 <= t < vocabulary]
-        if not ids or wrong:
-            raise ValueError(f"add: want a prompt of ids in 0..{vocabulary - 1}, not empty, got {wrong[:3] or ids}")
         if params.stop and self.tokenizer is None:
             raise ValueError("add: stop texts need a generator with a tokenizer")
         embeds = None
@@ -438,7 +460,7 @@ class KimiK3Generator:
                 self.memory.keep_decode_state(request)
 
     def _sample(self, requests: list[Request], logits_RV: Tensor) -> None:
-        """Choose each row's next token by its own parameters alone."""
+        """Choose each row's next token by its own parameters alone. What goes wrong with a row ends its request alone."""
         if not requests:
             return
         is_plain = [_is_plain_greedy(request.params) for request in requests]
@@ -447,6 +469,7 @@ class KimiK3Generator:
         for row, request in enumerate(requests):
             params, logits_V = request.params, logits_RV[row]
             is_first_time, position = not request.has_prefilled, len(request.tokens) - len(request.prompt)
+            what = "sampling"
             try:
                 if params.logits_processor is not None:
                     logits_V = _processed(params.logits_processor, request.tokens, logits_V)
@@ -460,6 +483,8 @@ class KimiK3Generator:
                     token = greedy[row]
                 else:
                     token = sample(logits_V, params, request.seed, position)
+                what = "logprobs and text"
+                output = _output(request, token, logits_V)
             except _HookError as error:
                 self._fail(request, f"logits_processor: {error}")
                 continue
@@ -467,15 +492,15 @@ class KimiK3Generator:
                 self._fail(request, str(error))
                 self.memory.distrust(request)
                 continue
-            except Exception as error:  # what is wrong with one row must not end the others
-                self._fail(request, f"sampling: {type(error).__name__}: {error}")
+            except Exception as error:
+                self._fail(request, f"{what}: {type(error).__name__}: {error}")
                 continue
             request.has_prefilled = True
             if is_first_time or request.saved:
                 self.memory.publish(request)
-            self._take(request, token, logits_V)
+            self._take(request, output)
 
-    def _take(self, request: Request, token: int, logits_V: Tensor) -> None:
+    def _take(self, request: Request, output: RequestOutput) -> None:
         now = time.monotonic()
         if not request.first_token_at:
             request.first_token_at = now
@@ -483,29 +508,15 @@ class KimiK3Generator:
         else:
             self._latencies["between_tokens_s"].append(now - request.last_token_at)
         request.last_token_at = now
-        request.tokens.append(token)
+        request.tokens += output.token_ids
+        request.text += output.text
+        request.logprobs += output.logprobs or []
         if request.penalties is not None:
-            request.penalties.add(token)
+            request.penalties.add(output.token_ids[0])
         self.counts["generated_tokens"] += 1
-        output = RequestOutput(request.rid, [token])
         self._outputs.append(output)
-        if request.params.logprobs is not None:
-            output.logprobs = [_logprobs(logits_V, token, request.params.logprobs)]
-            request.logprobs += output.logprobs
-        is_end = token in request.ends
-        if request.decoder is not None and not is_end:
-            output.text = request.shown.feed(request.decoder.feed(token))
-        reason = "stop" if is_end else "stop_string" if request.shown.is_stopped else None
-        if reason is None and len(request.tokens) - len(request.prompt) >= request.params.max_new_tokens:
-            reason = "length"
-        if reason is not None:
-            if request.decoder is not None:
-                output.text += request.shown.feed(request.decoder.finish()) + request.shown.finish()
-            output.finish_reason = reason
-            request.text += output.text
-            self._finish(request, reason, is_published=True, is_announced=False)
-        else:
-            request.text += output.text
+        if output.finish_reason is not None:
+            self._finish(request, output.finish_reason, is_published=True, is_announced=False)
 
     def _fail(self, request: Request, error: str) -> None:
         """A request that went wrong leaves nothing behind: what it wrote and nobody else reads is zeroed."""
@@ -828,6 +839,43 @@ class KimiK3Generator:
         digest.update(pixel_values.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
         grown = given[token_index].tolist()
         return grown, embeds, {places[b - 1] for b in boundaries}, extra_key + digest.digest()
+
+
+def _whole(where: str, name: str, value: Any, least: int | None = None) -> int:
+    found = as_int(value)
+    if found is None or (least is not None and found < least):
+        kind = "a whole number" if least is None else f">= {least}"
+        raise ValueError(f"{where}: want {name} {kind}, got {value!r}")
+    return found
+
+
+def _token_ids(prompt: Any, vocabulary: int) -> list[int]:
+    given = getattr(prompt, "ids", prompt)
+    given = given.tolist() if hasattr(given, "tolist") else given
+    if isinstance(given, (str, bytes, dict, set)) or not isinstance(given, Iterable):
+        raise ValueError(f"add: want prompt to be token ids or a ChatEncoding, got {prompt!r}")
+    given = list(given)
+    ids = [token for token in map(as_int, given) if token is not None and 0 <= token < vocabulary]
+    if not ids or len(ids) < len(given):
+        wrong = [token for token in given if (found := as_int(token)) is None or not 0 <= found < vocabulary]
+        raise ValueError(f"add: want a prompt of ids in 0..{vocabulary - 1}, not empty, got {wrong[:3]}")
+    return ids
+
+
+def _output(request: Request, token: int, logits_V: Tensor) -> RequestOutput:
+    """What a request gains with its next token, and whether that ends it."""
+    params, output = request.params, RequestOutput(request.rid, [token])
+    if params.logprobs is not None:
+        output.logprobs = [_logprobs(logits_V, token, params.logprobs)]
+    is_end = token in request.ends
+    if request.decoder is not None and not is_end:
+        output.text = request.shown.feed(request.decoder.feed(token))
+    is_long = len(request.tokens) + 1 - len(request.prompt) >= params.max_new_tokens
+    reason = "stop" if is_end else "stop_string" if request.shown.is_stopped else "length" if is_long else None
+    if reason is not None and request.decoder is not None:
+        output.text += request.shown.feed(request.decoder.finish()) + request.shown.finish()
+    output.finish_reason = reason
+    return output
 
 
 def _is_plain_greedy(params: SamplingParams) -> bool:

@@ -41,6 +41,7 @@ LOOK_PAST = 64  # requests in line beyond the free seats that a step considers
 # So many in line are looked up in the cache in every step in which it has changed: as many as could get a slot now, within
 LOOK_UP_LEAST, LOOK_UP_FIRST = 1, 8
 KEPT_LATENCIES = 4096  # of each kind, for `stats`
+KEPT_RESULTS = 1024  # of finished requests that were added by hand, for `result`
 MAX_LEADERS = 2  # a request waits for so many others' prefills, then computes its prefix itself
 
 
@@ -147,8 +148,10 @@ class KimiK3Generator:
         self._settled_at: tuple[int, ...] | None = None
         self._next_rid = 0
         self._outputs: list[RequestOutput] = []  # that no step has returned yet
-        self._results: dict[int, GenerationResult] = {}
-        self._listeners: dict[int, list[RequestOutput]] = {}
+        self._results: dict[int, GenerationResult] = {}  # the latest KEPT_RESULTS, oldest first
+        # Of the requests of `generate` and `stream`: the outputs that are not heard yet, and the results.
+        self._listeners: dict[int, deque[RequestOutput]] = {}
+        self._own_results: dict[int, GenerationResult] = {}
         self._lock = threading.RLock()
         self._is_closed = False
         self.num_steps = 0
@@ -209,8 +212,14 @@ class KimiK3Generator:
             self._refuse_if_closed()
             seed = self.agreement.least([fresh_seed()])[0] if params.seed is None else params.seed
             first = self._next_rid
-            for sample_idx in range(params.n):
-                self._queue(ids, params, seed + sample_idx, priority, boundaries, extra_key, timeout, embeds, first)
+            try:
+                for sample_idx in range(params.n):
+                    self._queue(ids, params, seed + sample_idx, priority, boundaries, extra_key, timeout, embeds, first)
+            except BaseException:  # all samples or none
+                for rid in range(first, self._next_rid):
+                    if (request := self._requests.pop(rid, None)) is not None and self.tiers is not None:
+                        self.tiers.cancel(request)
+                raise
         return first
 
     def _queue(
@@ -246,13 +255,20 @@ class KimiK3Generator:
 
     # One step.
 
-    @torch.no_grad()
     def step(self) -> list[RequestOutput]:
-        """Run one forward. Returns what each request gained, the finished and failed ones included.
+        """Run one forward. Returns what each request gained since the last call, the finished and failed ones included; what
+        those of `generate` and `stream` gained goes there.
 
         After an exception of the forward the requests that took part wait again and lose no token; outputs come with the
         next step.
         """
+        with self._lock:
+            self._step()
+            outputs, self._outputs = self._outputs, []
+            return outputs
+
+    @torch.no_grad()
+    def _step(self) -> None:
         with self._lock:
             self._refuse_if_closed()
             started = time.perf_counter()
@@ -270,11 +286,6 @@ class KimiK3Generator:
                 self._forward([])
                 self.num_steps += 1
             self._step_seconds += time.perf_counter() - started
-            outputs, self._outputs = self._outputs, []
-            for output in outputs:
-                if output.rid in self._listeners:
-                    self._listeners[output.rid].append(output)
-            return outputs
 
     def _run_scheduled(self) -> None:
         started = time.perf_counter()
@@ -516,7 +527,7 @@ class KimiK3Generator:
         if request.penalties is not None:
             request.penalties.add(output.token_ids[0])
         self.counts["generated_tokens"] += 1
-        self._outputs.append(output)
+        self._tell(output)
         if output.finish_reason is not None:
             self._finish(request, output.finish_reason, is_published=True, is_announced=False)
 
@@ -537,7 +548,8 @@ class KimiK3Generator:
         request.finish_reason = reason
         now = time.monotonic()
         self.counts[f"finished_{reason}"] += 1
-        self._results[request.rid] = GenerationResult(
+        results = self._own_results if request.rid in self._listeners else self._results
+        results[request.rid] = GenerationResult(
             rid=request.rid, token_ids=request.generated, text=request.text, finish_reason=reason,
             reused_tokens=request.reused_tokens,
             metrics={
@@ -548,34 +560,66 @@ class KimiK3Generator:
             logprobs=request.logprobs if request.params.logprobs is not None else None, error=request.error,
             heat=request.heat,
         )  # fmt: skip
+        if len(self._results) > KEPT_RESULTS:
+            del self._results[next(iter(self._results))]
         del self._requests[request.rid]
         self._events += 1
         if is_announced:
-            self._outputs.append(RequestOutput(request.rid, [], finish_reason=reason, error=request.error))
+            self._tell(RequestOutput(request.rid, [], finish_reason=reason, error=request.error))
+
+    def _tell(self, output: RequestOutput) -> None:
+        self._listeners.get(output.rid, self._outputs).append(output)
 
     # Whole requests.
 
     def generate(
         self, prompts: Sequence[Any], params: SamplingParams | Sequence[SamplingParams] | None = None, **options: Any
     ) -> list[GenerationResult]:
-        """Add all prompts and step until each is finished; results in the order of the prompts."""
+        """Add all prompts and step until each is finished; results in the order of the prompts.
+
+        When it ends with an exception, of `add` or of a step, or is interrupted, its requests are aborted.
+        """
+        prompts = list(prompts)
         many = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
         if len(many) != len(prompts):
             raise ValueError(f"generate: want one SamplingParams or {len(prompts)}, got {len(many)}")
-        rids = [self.add(prompt, one, **options) for prompt, one in zip(prompts, many)]
-        wanted = [[rid + i for i in range(1 if p is None else p.n)] for rid, p in zip(rids, many)]
-        if self.others is not None:
-            self.others.is_busy = True  # until a step has told
-        while any(rid in self._requests for group in wanted for rid in group) or self._are_others_busy():
-            self.step()
-        return [self._collect(group) for group in wanted]
+        groups: list[range] = []  # the numbers of each prompt's samples
+        try:
+            for prompt, one in zip(prompts, many):
+                self._listen(groups, prompt, one, options, 0)
+            if self.others is not None:
+                self.others.is_busy = True  # until a step has told
+            while self._step_for(groups):
+                pass
+            return [self._collect(group) for group in groups]
+        finally:
+            for group in groups:
+                self._stop_listening(group)
+
+    def _step_for(self, groups: list[range]) -> bool:
+        """A step, if it is still needed."""
+        with self._lock:
+            is_needed = any(rid in self._requests for group in groups for rid in group) or self._are_others_busy()
+            if is_needed:
+                self._step()
+            return is_needed
 
     def result(self, rid: int) -> GenerationResult:
-        """The result of a finished request, once. Raises KeyError for any other."""
-        return self._results.pop(rid)
+        """The result of a finished request that was added by hand, once; the latest 1,024 are kept.
 
-    def _collect(self, group: list[int]) -> GenerationResult:
-        samples = [self._results.pop(rid) for rid in group]
+        Raises: KeyError for any other.
+        """
+        with self._lock:
+            result = self._results.pop(rid, None)
+        if result is None:
+            raise KeyError(
+                f"result: want rid of a finished request, whose result was not taken and is among the latest {KEPT_RESULTS}, "
+                f"got {rid!r}"
+            )
+        return result
+
+    def _collect(self, group: range) -> GenerationResult:
+        samples = [self._own_results.pop(rid) for rid in group]
         if len(samples) > 1:
             samples[0].samples = samples
         return samples[0]
@@ -589,58 +633,72 @@ class KimiK3Generator:
 
     def stream(self, prompt: Any, params: SamplingParams | None = None, **options: Any) -> Iterator[RequestOutput]:
         """The outputs of one request as they come; others go on beside it. Closing the iterator aborts the request."""
-        rid = self._listen(prompt, params, options)
+        group = self._listen_to_one(prompt, params, options)
         try:
             while True:
-                for output in self._heard(rid):
+                for output in self._heard(group[0]):
                     yield output
                     if output.finish_reason is not None:
                         return
-                self.step()
+                self._step_unless_heard(group[0])
         finally:
-            self._stop_listening(rid)
+            self._stop_listening(group)
 
     async def astream(
         self, prompt: Any, params: SamplingParams | None = None, **options: Any
     ) -> AsyncIterator[RequestOutput]:
         """`stream` for asyncio: steps run in a thread; several streams share them."""
-        rid = self._listen(prompt, params, options)
+        group = self._listen_to_one(prompt, params, options)
         try:
             while True:
-                for output in self._heard(rid):
+                for output in self._heard(group[0]):
                     yield output
                     if output.finish_reason is not None:
                         return
-                await asyncio.to_thread(self._step_unless_heard, rid)
+                await asyncio.to_thread(self._step_unless_heard, group[0])
         finally:
-            self._stop_listening(rid)
+            self._stop_listening(group)
 
-    def _listen(self, prompt: Any, params: SamplingParams | None, options: dict[str, Any]) -> int:
-        if params is not None and params.n != 1:
+    def _listen_to_one(self, prompt: Any, params: SamplingParams | None, options: dict[str, Any]) -> range:
+        if params is not None and getattr(params, "n", 1) != 1:
             raise ValueError(f"stream: want n == 1, got {params.n}")
         if self.others is not None:
             raise ValueError("stream: with data_parallel all ranks step equally often: want add and step")
+        groups: list[range] = []
+        self._listen(groups, prompt, params, options, None)
+        return groups[0]
+
+    def _listen(
+        self, groups: list[range], prompt: Any, params: SamplingParams | None, options: dict[str, Any], most: int | None
+    ) -> None:
+        """Add a request whose outputs, the last `most` of them, and results are this caller's; its numbers go to `groups`."""
         with self._lock:
-            rid = self.add(prompt, params, **options)
-            self._listeners[rid] = []
-        return rid
+            group = range(self._next_rid, self._next_rid + (as_int(getattr(params, "n", 1)) or 1))
+            try:
+                self._listeners.update((rid, deque(maxlen=most)) for rid in group)
+                self.add(prompt, params, **options)
+                groups.append(group)
+            except BaseException:
+                self._stop_listening(group)
+                raise
 
     def _heard(self, rid: int) -> list[RequestOutput]:
         with self._lock:
-            heard, self._listeners[rid] = self._listeners[rid], []
+            heard = list(self._listeners[rid])
+            self._listeners[rid].clear()
         return heard
 
     def _step_unless_heard(self, rid: int) -> None:
         with self._lock:
             if not self._listeners[rid]:
-                self.step()
+                self._step()
 
-    def _stop_listening(self, rid: int) -> None:
+    def _stop_listening(self, group: range) -> None:
         with self._lock:
-            self.abort(rid)
-            del self._listeners[rid]
-            self._results.pop(rid, None)
-            self._outputs = [o for o in self._outputs if o.rid != rid]
+            for rid in group:
+                self.abort(rid)
+                self._listeners.pop(rid, None)
+                self._own_results.pop(rid, None)
 
     def close(self) -> None:
         """Abort what runs, write what is kept to the tiers that outlive the process, and free the memory."""
@@ -721,7 +779,11 @@ class KimiK3Generator:
         with self._lock:
             if not self.runner.heat_every:
                 raise ValueError("heat_map: heat is not recorded; want KimiK3Generator(heat_every=...) above 0")
-            known = self._requests.get(request_id) or self._results[request_id]
+            known = self._requests.get(request_id) or self._results.get(request_id)
+            if known is None:
+                raise KeyError(
+                    f"heat_map: want request_id of a request that runs or waits or whose result is kept, got {request_id!r}"
+                )
             return list(known.heat)
 
     def count_experts(self, is_on: bool = True) -> None:

@@ -153,7 +153,8 @@ class KimiK3Generator:
         self._listeners: dict[int, deque[RequestOutput]] = {}
         self._own_results: dict[int, GenerationResult] = {}
         self._lock = threading.RLock()
-        self._is_closed = False
+        self._is_closed = self._is_stepping = False
+        self._after_step: list[Callable[[], None]] = []  # what was asked for inside the step that runs
         self.num_steps = 0
         self._step_seconds = self._forward_seconds = 0.0
         self._latencies: dict[str, deque[float]] = {
@@ -248,10 +249,17 @@ class KimiK3Generator:
         self._events += 1
 
     def abort(self, rid: int) -> None:
-        """End a request now, with what it has; nothing of an unfinished prefill is kept. Unknown or finished: nothing."""
+        """End a request now, with what it has, and, by the number of its first sample, all samples of its prompt. Nothing of
+        an unfinished prefill is kept. Unknown or finished: nothing.
+
+        From inside a step, by a logits_processor: when that step ends.
+        """
         with self._lock:
-            if rid in self._requests:
-                self._finish(self._requests[rid], "abort", is_published=False)
+            if self._is_stepping:
+                self._after_step.append(lambda: self.abort(rid))
+                return
+            for request in [r for r in self._requests.values() if rid in (r.rid, r.parent)]:
+                self._finish(request, "abort", is_published=False)
 
     # One step.
 
@@ -271,21 +279,32 @@ class KimiK3Generator:
     def _step(self) -> None:
         with self._lock:
             self._refuse_if_closed()
-            started = time.perf_counter()
-            has_changed = self.expert_changes.at_step_boundary(self.num_steps)
-            if has_changed and self.runner.experts is not None and self.runner.experts.share_MEW is not None:
-                self.runner.experts.follow(self.model.expert_placement)  # type: ignore[arg-type]
-            timed = [r for r in self._requests.values() if r.deadline < float("inf")]
-            is_late = self.agreement.most([int(r.deadline < time.monotonic()) for r in timed])
-            for request in [r for r, late in zip(timed, is_late) if late]:
-                self._finish(request, "timeout", is_published=False)
-            if self._requests:
-                self._run_scheduled()
-                self.num_steps += 1
-            elif self.others is not None:
-                self._forward([])
-                self.num_steps += 1
-            self._step_seconds += time.perf_counter() - started
+            self._refuse_if_stepping("step")
+            self._is_stepping = True
+            try:
+                self._run_step()
+            finally:
+                self._is_stepping = False
+                calls, self._after_step = self._after_step, []
+                for call in calls:
+                    call()
+
+    def _run_step(self) -> None:
+        started = time.perf_counter()
+        has_changed = self.expert_changes.at_step_boundary(self.num_steps)
+        if has_changed and self.runner.experts is not None and self.runner.experts.share_MEW is not None:
+            self.runner.experts.follow(self.model.expert_placement)  # type: ignore[arg-type]
+        timed = [r for r in self._requests.values() if r.deadline < float("inf")]
+        is_late = self.agreement.most([int(r.deadline < time.monotonic()) for r in timed])
+        for request in [r for r, late in zip(timed, is_late) if late]:
+            self._finish(request, "timeout", is_published=False)
+        if self._requests:
+            self._run_scheduled()
+            self.num_steps += 1
+        elif self.others is not None:
+            self._forward([])
+            self.num_steps += 1
+        self._step_seconds += time.perf_counter() - started
 
     def _run_scheduled(self) -> None:
         started = time.perf_counter()
@@ -600,6 +619,7 @@ class KimiK3Generator:
         """A step, if it is still needed."""
         with self._lock:
             is_needed = any(rid in self._requests for group in groups for rid in group) or self._are_others_busy()
+            is_needed = is_needed and not self._is_closed
             if is_needed:
                 self._step()
             return is_needed
@@ -695,16 +715,25 @@ class KimiK3Generator:
 
     def _stop_listening(self, group: range) -> None:
         with self._lock:
+            if self._is_stepping:
+                self._after_step.append(lambda: self._stop_listening(group))
+                return
             for rid in group:
-                self.abort(rid)
+                if rid in self._requests:
+                    self._finish(self._requests[rid], "abort", is_published=False)
                 self._listeners.pop(rid, None)
                 self._own_results.pop(rid, None)
 
     def close(self) -> None:
-        """Abort what runs, write what is kept to the tiers that outlive the process, and free the memory."""
+        """Abort what runs, write what is kept to the tiers that outlive the process, and free the memory.
+
+        `generate`, `stream` and `astream` that are under way end with what they have and the finish_reason "abort".
+        Raises: ValueError from inside a step.
+        """
         with self._lock:
             if self._is_closed:
                 return
+            self._refuse_if_stepping("close")
             for request in list(self._requests.values()):
                 self._finish(request, "abort", is_published=False)
             self.memory.close()
@@ -870,6 +899,10 @@ class KimiK3Generator:
     def _refuse_if_closed(self) -> None:
         if self._is_closed:
             raise ValueError("KimiK3Generator: it is closed")
+
+    def _refuse_if_stepping(self, what: str) -> None:
+        if self._is_stepping:
+            raise ValueError(f"{what}: want no call from inside a step (a logits_processor may add and abort requests)")
 
     def _root_key(self) -> bytes:
         """What two caches must agree in before a prefix of one may serve the other.

@@ -138,7 +138,8 @@ class KimiK3Generator:
         is_whole = self.agreement.all is None and all(p.device == model.device for p in model.parameters())
         if cuda_graphs and model.device.type == "cuda" and is_whole:
             self.runner.graphs = DecodeGraphs(model, self.pools, CudaRecorder())
-        self._root = self._root_key()
+        self._weights = self._told_weights()
+        self._root = self._root_key(batch_invariant)
         self._ends = end_ids(model, None) | frozenset(tokenizer.end_token_ids if tokenizer is not None else ())
 
         self._expert_budget = 0.0
@@ -759,7 +760,8 @@ class KimiK3Generator:
             if self._requests:
                 raise ValueError(f"clear_prefix_cache: want no unfinished requests, got {len(self._requests)}")
             self.memory.clear_prefix_cache()
-            self._root = self._root_key()
+            self._weights = self._told_weights()
+            self._root = self._root_key(self.runner.is_invariant)
 
     # What it says of itself.
 
@@ -904,18 +906,20 @@ class KimiK3Generator:
         if self._is_stepping:
             raise ValueError(f"{what}: want no call from inside a step (a logits_processor may add and abort requests)")
 
-    def _root_key(self) -> bytes:
-        """What two caches must agree in before a prefix of one may serve the other.
-
-        Where no tier outlives the generator its entries serve nobody else: then a number made afresh stands for the weights.
+    def _told_weights(self) -> str:
+        """What tells the weights as they are now from others. Where no tier outlives the generator its entries serve nobody
+        else: then a name made afresh.
         """
-        model = self.model
         is_shared = self.tiers is not None and any(tier.is_shared for tier in self.tiers.stack.tiers)
-        weights = self.agreement.weights_digest(model) if is_shared else secrets.token_hex(16)
+        return self.agreement.weights_digest(self.model) if is_shared else secrets.token_hex(16)
+
+    def _root_key(self, batch_invariant: bool) -> bytes:
+        """What two caches must agree in before a prefix of one may serve the other."""
+        model = self.model
         parts = [
             "kimi_k3 prefix 1", json.dumps(model.config.to_dict(), sort_keys=True, default=str), str(model.dtype),
-            str(self.block_size), weights,
-            f"batch invariant, {self.agreement.tp_size} ranks" if self.runner.is_invariant else "",
+            str(self.block_size), self._weights,
+            f"batch invariant, {self.agreement.tp_size} ranks" if batch_invariant else "",
             *(["bf16 snapshots"] if self.pools.layout.has_bf16_snapshots else []),
         ]  # fmt: skip
         if (lossy := getattr(model, "lossy_expert_activations", None)) is not None:

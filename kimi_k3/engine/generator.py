@@ -599,6 +599,8 @@ class KimiK3Generator:
 
         When it ends with an exception, of `add` or of a step, or is interrupted, its requests are aborted.
         """
+        if isinstance(prompts, (str, bytes, dict)) or not isinstance(prompts, Iterable):
+            raise ValueError(f"generate: want prompts to be a list of prompts, got {prompts!r}")
         prompts = list(prompts)
         many = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
         if len(many) != len(prompts):
@@ -911,7 +913,8 @@ class KimiK3Generator:
         else: then a name made afresh.
         """
         is_shared = self.tiers is not None and any(tier.is_shared for tier in self.tiers.stack.tiers)
-        return self.agreement.weights_digest(self.model) if is_shared else secrets.token_hex(16)
+        (is_read,) = self.agreement.most([int(is_shared)])  # by every rank, or by none
+        return self.agreement.weights_digest(self.model) if is_read else secrets.token_hex(16)
 
     def _root_key(self, batch_invariant: bool) -> bytes:
         """What two caches must agree in before a prefix of one may serve the other."""

@@ -73,7 +73,8 @@ def weighted_sum(part: Tensor, shape: tuple[int, ...], first: tuple[int, ...]) -
 
     A word is 32 bits, or one element where it is shorter and rows are no multiple of 64 bytes. a and b are odd and without
     pattern: a change of one word is always seen, one of several words but for a chance of 2^-32 at most (what it adds to
-    a word is below 2^32, so that 32 bits of a and b take part). On the part's device, in chunks; nothing is copied.
+    a word is below 2^32, so that 32 bits of a and b take part). On the part's device, in chunks, without a copy of
+    it unless it is strided or lies askew.
 
     Args:
         part: of a tensor of `shape`, beginning at its place `first`.
@@ -82,6 +83,8 @@ def weighted_sum(part: Tensor, shape: tuple[int, ...], first: tuple[int, ...]) -
         size = shape[0] if shape else 1
         return weighted_sum(part.reshape(1, -1), (1, size), (0, first[0] if first else 0))
     rows, bytes_each = part.contiguous().flatten(0, -2), part.element_size()
+    if rows.storage_offset() * bytes_each % 4:  # no view of it has words
+        rows = rows.clone()
     if bytes_each >= 4 or shape[-1] * bytes_each % 64 == 0:
         words, column = rows.view(torch.int32), first[-1] * bytes_each // 4
     else:

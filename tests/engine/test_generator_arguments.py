@@ -49,6 +49,17 @@ def test_what_is_no_prompt_is_named(gen, prompt, given):
 
 
 @pytest.mark.parametrize(
+    ("arguments", "message"),
+    [((5,), "generate: want prompts .* got 5"), (("ab",), "generate: want prompts .* got 'ab'"),
+     (([5, 6, 7],), "add: want prompt .* got 5"), (([[5]], {"n": 2}), "add: want params .* got {'n': 2}"),
+     (([[5]], [SamplingParams()] * 2), "generate: want one SamplingParams or 1, got 2")],
+)  # fmt: skip
+def test_what_is_wrong_with_a_list_of_prompts_is_said(gen, arguments, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        gen.generate(*arguments)
+
+
+@pytest.mark.parametrize(
     ("name", "value"),
     [
         ("logprobs", 1.5), ("logprobs", True), ("n", 2.0), ("n", 0), ("seed", "a"), ("seed", 1.0), ("max_new_tokens", 1.5),

@@ -60,6 +60,12 @@ def test_every_bit_counts(dtype, shape):
     assert total(tensor) == before
 
 
+def test_a_tensor_that_lies_askew_in_its_storage_has_the_same_sum():
+    storage = random_bytes((3 + 5 * 64,), torch.uint8)
+    askew = storage[3:].view(5, 64)
+    assert total(askew) == total(askew.clone()) == total(askew.t().contiguous().t())
+
+
 def test_changes_of_several_places_do_not_cancel():
     tensor = torch.randn(60, 40)
     before = total(tensor)

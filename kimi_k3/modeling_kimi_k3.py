@@ -128,7 +128,7 @@ class KimiK3Model(nn.Module):
 
     def forward(
         self, running_sum: Tensor, batch: PackedBatch, pools: dict[int, tuple[Tensor, ...]], bank: Tensor | None = None,
-        keep_sums: bool = True,
+        keep_sums: bool = True, is_invariant: bool | None = None,
     ) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:  # fmt: skip
         """Run the layers over packed tokens.
 
@@ -136,10 +136,12 @@ class KimiK3Model(nn.Module):
             running_sum: [T, D]; the embeddings at the first stage.
             bank: [M, T, D], the blocks that earlier stages sealed; None at the first.
             keep_sums: False leaves the sums after each layer out of the result, and so their memory.
+            is_invariant: the mode of this call, see `KimiK3ForCausalLM.set_batch_invariant`; None: the model's.
         Returns: (running_sum, bank [M, T, D], the running sum after each layer, the router logits [T, E] of each MoE
             layer). At the last stage `final_hidden` turns the first two into the lm_head's input.
         """
-        if self.is_batch_invariant:
+        if self.is_batch_invariant if is_invariant is None else is_invariant:
+            _refuse_compiled_invariance(self.has_compiled_layers)
             if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters()):
                 raise NotImplementedError("batch-invariant mode has no gradient: run it under torch.no_grad()")
             batch = batch_by_tokens(batch, running_sum.shape[0])
@@ -177,6 +179,13 @@ class KimiK3Model(nn.Module):
         num_blocks = torch.tensor(bank.shape[0], device=running_sum.device)
         mixed = mix(running_sum, bank, num_blocks, self.output_attn_res_norm, self.output_attn_res_proj)
         return self.norm(mixed)
+
+
+def _refuse_compiled_invariance(is_both: bool) -> None:
+    if is_both:
+        raise NotImplementedError(
+            "set_batch_invariant: want a model without compile_blocks: a compiler orders sums by their sizes"
+        )
 
 
 class KimiK3ForCausalLM(nn.Module):
@@ -323,10 +332,11 @@ class KimiK3ForCausalLM(nn.Module):
             router_logits=tuple(map(layout.unpack, router_logits)) if output_router_logits else None,
         )
 
-    def head_logits(self, hidden_TD: Tensor) -> Tensor:
-        """Logits [T, V] of what `KimiK3Model.final_hidden` returns, in the model's dtype."""
+    def head_logits(self, hidden_TD: Tensor, is_invariant: bool | None = None) -> Tensor:
+        """Logits [T, V] of what `KimiK3Model.final_hidden` returns, in the model's dtype. is_invariant: None: as the model."""
         is_decode = hidden_TD.shape[0] <= FEW_ROWS
-        return project(hidden_TD, [self.lm_head], is_decode, self.model.is_batch_invariant)[0]
+        mode = self.model.is_batch_invariant if is_invariant is None else is_invariant
+        return project(hidden_TD, [self.lm_head], is_decode, mode)[0]
 
     def make_cache(self, num_rows: int) -> KimiK3Cache:
         """An empty cache for a batch of `num_rows` rows."""
@@ -360,7 +370,7 @@ class KimiK3ForCausalLM(nn.Module):
         sequence, with one or with more sequences. Every count of tokens, sequences and cache blocks uses the same graphs.
         They are kept in the library's cache folder (`kimi-k3 compile` fills it), so that a later process starts warm.
         """
-        self._refuse_compiled_invariance(is_compiled=True, is_invariant=self.model.is_batch_invariant)
+        _refuse_compiled_invariance(self.model.is_batch_invariant)
         keep_graphs()
         for layer in self.model.layers.values():
             layer.compile(mode=mode, fullgraph=fullgraph, options=INDUCTOR_OPTIONS if mode is None else None)
@@ -373,15 +383,8 @@ class KimiK3ForCausalLM(nn.Module):
         KDA runs by the token recurrence, MLA absorbed, every matrix product in rows of their own. Prefill is slower; a
         decode step nearly as fast. For inference: NotImplementedError where gradients are wanted.
         """
-        self._refuse_compiled_invariance(self.model.has_compiled_layers, is_invariant)
+        _refuse_compiled_invariance(self.model.has_compiled_layers and is_invariant)
         self.model.is_batch_invariant = is_invariant
-
-    @staticmethod
-    def _refuse_compiled_invariance(is_compiled: bool, is_invariant: bool) -> None:
-        if is_compiled and is_invariant:
-            raise NotImplementedError(
-                "set_batch_invariant: want a model without compile_blocks: a compiler orders sums by their sizes"
-            )
 
     def prompt_embeds(self, input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """Embeddings that replace `input_ids` when generating, and the mask that goes with them; None: the ids do."""

@@ -4,11 +4,38 @@ from __future__ import annotations
 
 import hashlib
 import math
+import numbers
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+
+
+def as_int(value: Any) -> int | None:
+    """A whole number as an int: Python's, numpy's or torch's; None for anything else, a bool too."""
+    if type(value) is int:
+        return value
+    if isinstance(value, bool) or getattr(value, "dtype", None) is torch.bool:
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def as_float(value: Any) -> float | None:
+    """A real number as a float; None for anything else, a bool too."""
+    return float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else None
+
+
+def _listed(value: Any) -> list[Any] | None:
+    try:
+        return list(value)
+    except TypeError:
+        return None
 
 
 @dataclass
@@ -29,6 +56,7 @@ class SamplingParams:
             for each time.
         ignore_eos: the model's and tokenizer's end ids end nothing; those of `stop_token_ids` do.
         n: so many samples of one prompt, the i-th with the seed plus i.
+    Whole numbers may be numpy's or torch's.
     Raises: ValueError naming the parameter.
     """
 
@@ -49,23 +77,52 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        def check(is_right: bool, name: str, wanted: str) -> None:
-            if not is_right:
-                raise ValueError(f"SamplingParams: {name} must be {wanted}, got {getattr(self, name)!r}")
+        self.check()
 
+    def check(self) -> None:
+        """Raise ValueError, naming the parameter, unless all can be used as they are now."""
+
+        def refuse(name: str, wanted: str) -> NoReturn:
+            raise ValueError(f"SamplingParams: {name} must be {wanted}, got {getattr(self, name)!r}")
+
+        def whole(name: str, least: int | None, wanted: str) -> None:
+            value = as_int(getattr(self, name))
+            if value is None or (least is not None and value < least):
+                refuse(name, wanted)
+            setattr(self, name, value)
+
+        def real(name: str, is_right: Callable[[float], bool], wanted: str) -> None:
+            value = as_float(getattr(self, name))
+            if value is None or not is_right(value):
+                refuse(name, wanted)
+            setattr(self, name, value)
+
+        whole("max_new_tokens", 1, "a whole number >= 1")
+        whole("top_k", 0, "a whole number >= 0 (0: no limit)")
+        whole("n", 1, "a whole number >= 1")
+        if self.seed is not None:
+            whole("seed", None, "a whole number or None")
+        if self.logprobs is not None:
+            whole("logprobs", 0, "a whole number >= 0 or None")
+        real("temperature", lambda value: 0 <= value < math.inf, ">= 0 and finite")
+        real("top_p", lambda value: 0 < value <= 1, "in (0, 1]")
+        real("min_p", lambda value: 0 <= value <= 1, "in [0, 1]")
+        real("repetition_penalty", lambda value: 0 < value < math.inf, "> 0 and finite")
+        real("presence_penalty", math.isfinite, "finite")
+        real("frequency_penalty", math.isfinite, "finite")
         if isinstance(self.stop, str):
             self.stop = (self.stop,)
-        check(self.max_new_tokens >= 1, "max_new_tokens", ">= 1")
-        check(0 <= self.temperature < math.inf, "temperature", ">= 0 and finite")
-        check(0 < self.top_p <= 1, "top_p", "in (0, 1]")
-        check(self.top_k >= 0, "top_k", ">= 0 (0: no limit)")
-        check(0 <= self.min_p <= 1, "min_p", "in [0, 1]")
-        check(all(isinstance(text, str) and text for text in self.stop), "stop", "non-empty strings")
-        check(self.logprobs is None or self.logprobs >= 0, "logprobs", ">= 0 or None")
-        check(0 < self.repetition_penalty < math.inf, "repetition_penalty", "> 0 and finite")
-        check(math.isfinite(self.presence_penalty), "presence_penalty", "finite")
-        check(math.isfinite(self.frequency_penalty), "frequency_penalty", "finite")
-        check(self.n >= 1, "n", ">= 1")
+        stop, ends = _listed(self.stop), _listed(self.stop_token_ids)
+        if stop is None or not all(isinstance(text, str) and text for text in stop):
+            refuse("stop", "non-empty strings")
+        ids = [token for token in map(as_int, ends or []) if token is not None and token >= 0]
+        if ends is None or len(ids) < len(ends):
+            refuse("stop_token_ids", "whole numbers >= 0")
+        self.stop, self.stop_token_ids = tuple(stop), tuple(ids)
+        if self.logits_processor is not None and not callable(self.logits_processor):
+            refuse("logits_processor", "callable or None")
+        if not isinstance(self.ignore_eos, bool):
+            refuse("ignore_eos", "True or False")
 
     @property
     def has_penalties(self) -> bool:

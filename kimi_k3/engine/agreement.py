@@ -7,7 +7,6 @@ the same requests, index and schedule; logits are equal on all ranks, so tokens 
 from __future__ import annotations
 
 import hashlib
-import math
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from kimi_k3.engine.weights_digest import part_of
 from kimi_k3.parallel.collectives import named
 
 if TYPE_CHECKING:
     from kimi_k3.modeling_kimi_k3 import KimiK3ForCausalLM
-
-SAMPLES = 64  # values of each weight that its digest reads
-EXPERT_SAMPLES = 8  # of each expert in a stack [E, ...], where that is more
 
 
 class Agreement:
@@ -63,32 +60,27 @@ class Agreement:
         return [-value for value in self.least([-value for value in values])]
 
     def weights_digest(self, model: KimiK3ForCausalLM) -> str:
-        """Tells models apart that differ in weights or adapters: names, shapes, dtypes and 64 values of each parameter, 8 of
-        each expert.
+        """Tells models apart that differ in a bit of any parameter, an adapter's too: by names, shapes, dtypes and a sum over
+        all bytes, weighted by their places: 2.0 GB take 0.5 s on one Zen 5 core, and no copy is made.
 
-        The same on every rank and for every parallel degree. Parameters that are offloaded are told by shape alone.
+        The same on every rank, for every parallel degree and wherever a placement holds an expert. Parameters that are
+        offloaded are told by shape alone. Every rank calls it.
         """
-        parameters = sorted(model.named_parameters())
-        sampled: list[Tensor] = []
-        digest = hashlib.sha256()
-        for name, parameter in parameters:
-            owner: Any = model.get_submodule(name.rpartition(".")[0])
-            # Slots of a placement hold experts in any order; what is told is each expert.
-            is_placed = hasattr(owner, "copy_ranks") and not hasattr(parameter, "to_local")
-            shape = (owner.num_experts, *parameter.shape[1:]) if is_placed else tuple(parameter.shape)
-            digest.update(f"{name} {shape} {parameter.dtype}".encode())
-            count = max(SAMPLES, EXPERT_SAMPLES * shape[0]) if len(shape) == 3 else SAMPLES
-            sampled.append(torch.full((count,), -torch.inf, dtype=torch.float64))
-            if is_placed:
-                _sample_slots(parameter.detach(), owner, sampled[-1])
-            elif not parameter.is_meta and parameter.numel():
-                _sample_local(parameter.detach(), sampled[-1])
-        values = torch.cat(sampled)
+        digest, parts = hashlib.sha256(), []
+        for name, parameter in sorted(model.named_parameters()):
+            parts.append(part_of(parameter, model.get_submodule(name.rpartition(".")[0])))
+            digest.update(f"{name} {parts[-1].shape} {parameter.dtype}".encode())
+        tags = torch.tensor([part.tag for part in parts], device=self.device)
+        mine_2P = torch.stack([tags, torch.stack([part.total.to(self.device) for part in parts])])
+        gathered = [mine_2P]
         if self.all is not None:
-            shared = values.to(self.device)
-            _reduce(shared, dist.ReduceOp.MAX, self.all)
-            values = shared.cpu()
-        digest.update(values.numpy().tobytes())
+            gathered = [torch.empty_like(mine_2P) for _ in range(self.all.size())]
+            with named("agreement of the engine (all_gather)", self.all):
+                dist.all_gather(gathered, mine_2P, group=self.all)
+        ranks = [list(zip(*rank_2P.tolist())) for rank_2P in gathered]
+        for of_ranks in zip(*ranks):
+            held = {tag: total for tag, total in of_ranks if tag >= 0}  # copies have one tag, and count once
+            digest.update(str(sum(held.values()) % 2**64).encode())
         return digest.hexdigest()
 
 
@@ -96,42 +88,3 @@ def _reduce(tensor: Tensor, kind: Any, group: dist.ProcessGroup | None) -> None:
     assert group is not None
     with named("agreement of the engine (all_reduce)", group):
         dist.all_reduce(tensor, kind, group=group)
-
-
-def _places(shape: list[int], count: int) -> list[Tensor]:
-    """[count] indices for each dimension: values spread over a tensor, one anywhere in each equal part."""
-    size = math.prod(shape)
-    rest = torch.arange(count) * size // count + torch.arange(count) * 7919 % max(size // count, 1)
-    places: list[Tensor] = []
-    for size in reversed(shape):
-        places.insert(0, rest % size)
-        rest = rest // size
-    return places
-
-
-def _sample_slots(slots: Tensor, experts: Any, out_S: Tensor) -> None:
-    """`_sample_local` for slots that a placement fills: of each expert, its first copy's rank writes."""
-    expert, *rest = _places([experts.num_experts, *slots.shape[1:]], len(out_S))
-    owner, slot = experts.copy_ranks[:, 0].cpu()[expert], experts.copy_slots[:, 0].cpu()[expert]
-    is_here = owner == dist.get_rank()
-    picked = tuple(place[is_here].to(slots.device) for place in (slot, *rest))
-    out_S[is_here] = slots[picked].double().cpu()
-
-
-def _sample_local(parameter: Tensor, out_S: Tensor) -> None:
-    """Write those of the evenly spread values of the whole parameter that this rank holds."""
-    shape = list(parameter.shape)
-    first, local = [0] * len(shape), parameter
-    for mesh_dim, placement in enumerate(getattr(parameter, "placements", ())):
-        if placement.is_shard():
-            mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]
-            chunk = -(-shape[placement.dim] // mesh.size(mesh_dim))
-            first[placement.dim] += chunk * mesh.get_local_rank(mesh_dim)
-    if hasattr(parameter, "to_local"):
-        local = parameter.to_local()
-    places = [place - start for place, start in zip(_places(shape, len(out_S)), first)]
-    is_here = torch.ones(len(out_S), dtype=torch.bool)
-    for place, size in zip(places, local.shape):
-        is_here &= (place >= 0) & (place < size)
-    picked = tuple(place[is_here].to(local.device) for place in places)
-    out_S[is_here] = (local[picked] if picked else local.expand(int(is_here.sum()))).double().cpu()

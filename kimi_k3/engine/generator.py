@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import secrets
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +28,9 @@ from kimi_k3.engine.residency import REFRESH_STEPS, Residency
 from kimi_k3.engine.runner import CudaRecorder, DecodeGraphs, Piece, Runner
 from kimi_k3.engine.scheduler import DEFAULT_POLICY, SCHEDULERS, Candidate, Pace, Resources, Schedule
 from kimi_k3.engine.tier_format import LossyCodec
+from kimi_k3.engine.tiers import Tier
 from kimi_k3.generation import StopText, end_ids
-from kimi_k3.sampling import Penalties, SamplingParams, fresh_seed, sample
+from kimi_k3.sampling import Penalties, SamplingParams, as_float, as_int, fresh_seed, sample
 
 if TYPE_CHECKING:
     from kimi_k3.modeling_kimi_k3 import KimiK3ForCausalLM
@@ -39,6 +41,7 @@ LOOK_PAST = 64  # requests in line beyond the free seats that a step considers
 # So many in line are looked up in the cache in every step in which it has changed: as many as could get a slot now, within
 LOOK_UP_LEAST, LOOK_UP_FIRST = 1, 8
 KEPT_LATENCIES = 4096  # of each kind, for `stats`
+KEPT_RESULTS = 1024  # of finished requests that were added by hand, for `result`
 MAX_LEADERS = 2  # a request waits for so many others' prefills, then computes its prefix itself
 
 
@@ -56,8 +59,11 @@ class KimiK3Generator:
         block_size: tokens of a latent block.
         prefix_cache: reuse the prefixes of earlier requests; `clear_prefix_cache` after the weights have changed.
         scheduler: "dependency_aware" or "fcfs".
-        tiers: HostTier, DiskTier, RemoteTier: where evicted and parked states go, nearest first.
-        batch_invariant: bitwise equal results in any batch, at some cost; sets the model's mode until `close`.
+        tiers: HostTier, DiskTier, RemoteTier: where evicted and parked states go, nearest first. With one that outlives the
+            generator all weights are read once to tell its entries from another model's: 2.0 GB in 0.5 s.
+        batch_invariant: bitwise equal results in any batch, at some cost. It decides for this generator's steps alone: the
+            model's own mode (`set_batch_invariant`) is neither heeded nor changed, and generators of both kinds may share
+            one model.
         data_parallel: on a mesh with experts on "ep", each "dp" group of ranks runs the requests that it is given, with its
             own memory, and takes part in the others' steps with zero tokens when it has none. All ranks call `generate`,
             or `step` while `has_unfinished()`, equally often. Without it every rank is given the same requests.
@@ -79,12 +85,24 @@ class KimiK3Generator:
         tiers: Sequence[Any] = (), batch_invariant: bool = False, data_parallel: bool = False, heat_every: int = 0,
         snapshots: str = "exact", cuda_graphs: bool = True,
     ) -> None:  # fmt: skip
-        for name, value in (("max_num_seqs", max_num_seqs), ("max_tokens_per_step", max_tokens_per_step),
-                            ("block_size", block_size)):  # fmt: skip
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"KimiK3Generator: want {name} >= 1, got {value!r}")
-        if not isinstance(heat_every, int) or heat_every < 0:
-            raise ValueError(f"KimiK3Generator: want heat_every >= 0, got {heat_every!r}")
+        max_num_seqs = _whole("KimiK3Generator", "max_num_seqs", max_num_seqs, 1)
+        max_tokens_per_step = _whole("KimiK3Generator", "max_tokens_per_step", max_tokens_per_step, 1)
+        block_size = _whole("KimiK3Generator", "block_size", block_size, 1)
+        heat_every = _whole("KimiK3Generator", "heat_every", heat_every, 0)
+        if num_blocks is not None:
+            num_blocks = _whole("KimiK3Generator", "num_blocks", num_blocks, 1)
+        for name, value in (("prefix_cache", prefix_cache), ("batch_invariant", batch_invariant),
+                            ("data_parallel", data_parallel), ("cuda_graphs", cuda_graphs)):  # fmt: skip
+            if not isinstance(value, bool):
+                raise ValueError(f"KimiK3Generator: want {name} True or False, got {value!r}")
+        if not isinstance(tiers, Sequence) or not all(isinstance(tier, Tier) for tier in tiers):
+            raise ValueError(
+                f"KimiK3Generator: want tiers to be a list of HostTier, DiskTier, RemoteTier, got {tiers!r}"
+            )
+        if batch_invariant and model.model.has_compiled_layers:
+            raise NotImplementedError(
+                "KimiK3Generator: batch_invariant wants a model without compile_blocks: a compiler orders sums by their sizes"
+            )
         if snapshots not in ("exact", "bf16"):
             raise ValueError(f"KimiK3Generator: want snapshots 'exact' or 'bf16', got {snapshots!r}")
         if batch_invariant and snapshots != "exact":
@@ -116,12 +134,11 @@ class KimiK3Generator:
         )  # fmt: skip
         self.pools, self.pool, self.index = self.memory.pools, self.memory.pool, self.memory.index
         self.tiers = self.memory.tiers
-        self.runner = Runner(model, self.pool, self.pools, heat_every, self.counts)
+        self.runner = Runner(model, self.pool, self.pools, heat_every, self.counts, batch_invariant)
         is_whole = self.agreement.all is None and all(p.device == model.device for p in model.parameters())
         if cuda_graphs and model.device.type == "cuda" and is_whole:
             self.runner.graphs = DecodeGraphs(model, self.pools, CudaRecorder())
-        self._was_invariant = model.model.is_batch_invariant
-        model.set_batch_invariant(batch_invariant)
+        self._weights = self._told_weights()
         self._root = self._root_key(batch_invariant)
         self._ends = end_ids(model, None) | frozenset(tokenizer.end_token_ids if tokenizer is not None else ())
 
@@ -132,10 +149,13 @@ class KimiK3Generator:
         self._settled_at: tuple[int, ...] | None = None
         self._next_rid = 0
         self._outputs: list[RequestOutput] = []  # that no step has returned yet
-        self._results: dict[int, GenerationResult] = {}
-        self._listeners: dict[int, list[RequestOutput]] = {}
+        self._results: dict[int, GenerationResult] = {}  # the latest KEPT_RESULTS, oldest first
+        # Of the requests of `generate` and `stream`: the outputs that are not heard yet, and the results.
+        self._listeners: dict[int, deque[RequestOutput]] = {}
+        self._own_results: dict[int, GenerationResult] = {}
         self._lock = threading.RLock()
-        self._is_closed = False
+        self._is_closed = self._is_stepping = False
+        self._after_step: list[Callable[[], None]] = []  # what was asked for inside the step that runs
         self.num_steps = 0
         self._step_seconds = self._forward_seconds = 0.0
         self._latencies: dict[str, deque[float]] = {
@@ -156,17 +176,30 @@ class KimiK3Generator:
             priority: greater runs first.     timeout: seconds until the request ends with "timeout".
             snapshot_at: positions whose state should be kept.     extra_key: requests share prefixes only under equal keys.
             pixel_values, grid_thws: images, for a model with a vision tower.
-        Raises: ValueError for what can never run, with the numbers.
+        Whole numbers may be numpy's or torch's.
+        Raises: ValueError for an argument of another kind, naming it, and for what can never run, with the numbers.
         """
         params = SamplingParams() if params is None else params
-        ids = list(getattr(prompt, "ids", prompt))
-        boundaries = {*getattr(prompt, "boundaries", ()), *snapshot_at}
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"add: want params to be SamplingParams or None, got {params!r}")
+        params.check()  # it may have been changed since it was made
+        ids = _token_ids(prompt, self.model.config.text_config.vocab_size)
+        priority = _whole("add", "priority", priority)
+        if isinstance(snapshot_at, (str, bytes)) or not isinstance(snapshot_at, Iterable):
+            raise ValueError(f"add: want snapshot_at to be positions, got {snapshot_at!r}")
+        boundaries = {*getattr(prompt, "boundaries", ()), *(_whole("add", "snapshot_at", at) for at in snapshot_at)}
+        if not isinstance(extra_key, bytes):
+            raise ValueError(f"add: want extra_key to be bytes, got {extra_key!r}")
+        if timeout is not None:
+            seconds = as_float(timeout)
+            if seconds is None or not seconds >= 0:
+                raise ValueError(f"add: want timeout >= 0 seconds or None, got {timeout!r}")
+            timeout = seconds
+        for name, value in (("pixel_values", pixel_values), ("grid_thws", grid_thws)):
+            if value is not None and not isinstance(value, Tensor):
+                raise ValueError(f"add: want {name} to be a tensor or None, got {type(value).__name__}")
         for image_hash in getattr(prompt, "image_hashes", ()):
             extra_key += image_hash
-        vocabulary = self.model.config.text_config.vocab_size
-        wrong = [t for t in ids if not isinstance(t, int) or not 0 <= t < vocabulary]
-        if not ids or wrong:
-            raise ValueError(f"add: want a prompt of ids in 0..{vocabulary - 1}, not empty, got {wrong[:3] or ids}")
         if params.stop and self.tokenizer is None:
             raise ValueError("add: stop texts need a generator with a tokenizer")
         embeds = None
@@ -181,8 +214,14 @@ class KimiK3Generator:
             self._refuse_if_closed()
             seed = self.agreement.least([fresh_seed()])[0] if params.seed is None else params.seed
             first = self._next_rid
-            for sample_idx in range(params.n):
-                self._queue(ids, params, seed + sample_idx, priority, boundaries, extra_key, timeout, embeds, first)
+            try:
+                for sample_idx in range(params.n):
+                    self._queue(ids, params, seed + sample_idx, priority, boundaries, extra_key, timeout, embeds, first)
+            except BaseException:  # all samples or none
+                for rid in range(first, self._next_rid):
+                    if (request := self._requests.pop(rid, None)) is not None and self.tiers is not None:
+                        self.tiers.cancel(request)
+                raise
         return first
 
     def _queue(
@@ -211,42 +250,62 @@ class KimiK3Generator:
         self._events += 1
 
     def abort(self, rid: int) -> None:
-        """End a request now, with what it has; nothing of an unfinished prefill is kept. Unknown or finished: nothing."""
+        """End a request now, with what it has, and, by the number of its first sample, all samples of its prompt. Nothing of
+        an unfinished prefill is kept. Unknown or finished: nothing.
+
+        From inside a step, by a logits_processor: when that step ends.
+        """
         with self._lock:
-            if rid in self._requests:
-                self._finish(self._requests[rid], "abort", is_published=False)
+            if self._is_stepping:
+                self._after_step.append(lambda: self.abort(rid))
+                return
+            for request in [r for r in self._requests.values() if rid in (r.rid, r.parent)]:
+                self._finish(request, "abort", is_published=False)
 
     # One step.
 
-    @torch.no_grad()
     def step(self) -> list[RequestOutput]:
-        """Run one forward. Returns what each request gained, the finished and failed ones included.
+        """Run one forward. Returns what each request gained since the last call, the finished and failed ones included; what
+        those of `generate` and `stream` gained goes there.
 
         After an exception of the forward the requests that took part wait again and lose no token; outputs come with the
         next step.
         """
         with self._lock:
-            self._refuse_if_closed()
-            started = time.perf_counter()
-            has_changed = self.expert_changes.at_step_boundary(self.num_steps)
-            if has_changed and self.runner.experts is not None and self.runner.experts.share_MEW is not None:
-                self.runner.experts.follow(self.model.expert_placement)  # type: ignore[arg-type]
-            timed = [r for r in self._requests.values() if r.deadline < float("inf")]
-            is_late = self.agreement.most([int(r.deadline < time.monotonic()) for r in timed])
-            for request in [r for r, late in zip(timed, is_late) if late]:
-                self._finish(request, "timeout", is_published=False)
-            if self._requests:
-                self._run_scheduled()
-                self.num_steps += 1
-            elif self.others is not None:
-                self._forward([])
-                self.num_steps += 1
-            self._step_seconds += time.perf_counter() - started
+            self._step()
             outputs, self._outputs = self._outputs, []
-            for output in outputs:
-                if output.rid in self._listeners:
-                    self._listeners[output.rid].append(output)
             return outputs
+
+    @torch.no_grad()
+    def _step(self) -> None:
+        with self._lock:
+            self._refuse_if_closed()
+            self._refuse_if_stepping("step")
+            self._is_stepping = True
+            try:
+                self._run_step()
+            finally:
+                self._is_stepping = False
+                calls, self._after_step = self._after_step, []
+                for call in calls:
+                    call()
+
+    def _run_step(self) -> None:
+        started = time.perf_counter()
+        has_changed = self.expert_changes.at_step_boundary(self.num_steps)
+        if has_changed and self.runner.experts is not None and self.runner.experts.share_MEW is not None:
+            self.runner.experts.follow(self.model.expert_placement)  # type: ignore[arg-type]
+        timed = [r for r in self._requests.values() if r.deadline < float("inf")]
+        is_late = self.agreement.most([int(r.deadline < time.monotonic()) for r in timed])
+        for request in [r for r, late in zip(timed, is_late) if late]:
+            self._finish(request, "timeout", is_published=False)
+        if self._requests:
+            self._run_scheduled()
+            self.num_steps += 1
+        elif self.others is not None:
+            self._forward([])
+            self.num_steps += 1
+        self._step_seconds += time.perf_counter() - started
 
     def _run_scheduled(self) -> None:
         started = time.perf_counter()
@@ -275,7 +334,7 @@ class KimiK3Generator:
             self._forward(self.memory.with_exports([p for p in pieces if p.tokens]))
             if repeats:
                 hidden_RD = torch.stack([p.request.hidden for p in repeats if p.request.hidden is not None])
-                self._sample([p.request for p in repeats], self.model.head_logits(hidden_RD))
+                self._sample([p.request for p in repeats], self.runner.logits(hidden_RD))
                 for piece in repeats:
                     piece.request.hidden = None
         except BaseException:  # states may be half advanced, exports unwritten
@@ -434,7 +493,7 @@ class KimiK3Generator:
                 self.memory.keep_decode_state(request)
 
     def _sample(self, requests: list[Request], logits_RV: Tensor) -> None:
-        """Choose each row's next token by its own parameters alone."""
+        """Choose each row's next token by its own parameters alone. What goes wrong with a row ends its request alone."""
         if not requests:
             return
         is_plain = [_is_plain_greedy(request.params) for request in requests]
@@ -443,6 +502,7 @@ class KimiK3Generator:
         for row, request in enumerate(requests):
             params, logits_V = request.params, logits_RV[row]
             is_first_time, position = not request.has_prefilled, len(request.tokens) - len(request.prompt)
+            what = "sampling"
             try:
                 if params.logits_processor is not None:
                     logits_V = _processed(params.logits_processor, request.tokens, logits_V)
@@ -456,6 +516,8 @@ class KimiK3Generator:
                     token = greedy[row]
                 else:
                     token = sample(logits_V, params, request.seed, position)
+                what = "logprobs and text"
+                output = _output(request, token, logits_V)
             except _HookError as error:
                 self._fail(request, f"logits_processor: {error}")
                 continue
@@ -463,15 +525,15 @@ class KimiK3Generator:
                 self._fail(request, str(error))
                 self.memory.distrust(request)
                 continue
-            except Exception as error:  # what is wrong with one row must not end the others
-                self._fail(request, f"sampling: {type(error).__name__}: {error}")
+            except Exception as error:
+                self._fail(request, f"{what}: {type(error).__name__}: {error}")
                 continue
             request.has_prefilled = True
             if is_first_time or request.saved:
                 self.memory.publish(request)
-            self._take(request, token, logits_V)
+            self._take(request, output)
 
-    def _take(self, request: Request, token: int, logits_V: Tensor) -> None:
+    def _take(self, request: Request, output: RequestOutput) -> None:
         now = time.monotonic()
         if not request.first_token_at:
             request.first_token_at = now
@@ -479,29 +541,15 @@ class KimiK3Generator:
         else:
             self._latencies["between_tokens_s"].append(now - request.last_token_at)
         request.last_token_at = now
-        request.tokens.append(token)
+        request.tokens += output.token_ids
+        request.text += output.text
+        request.logprobs += output.logprobs or []
         if request.penalties is not None:
-            request.penalties.add(token)
+            request.penalties.add(output.token_ids[0])
         self.counts["generated_tokens"] += 1
-        output = RequestOutput(request.rid, [token])
-        self._outputs.append(output)
-        if request.params.logprobs is not None:
-            output.logprobs = [_logprobs(logits_V, token, request.params.logprobs)]
-            request.logprobs += output.logprobs
-        is_end = token in request.ends
-        if request.decoder is not None and not is_end:
-            output.text = request.shown.feed(request.decoder.feed(token))
-        reason = "stop" if is_end else "stop_string" if request.shown.is_stopped else None
-        if reason is None and len(request.tokens) - len(request.prompt) >= request.params.max_new_tokens:
-            reason = "length"
-        if reason is not None:
-            if request.decoder is not None:
-                output.text += request.shown.feed(request.decoder.finish()) + request.shown.finish()
-            output.finish_reason = reason
-            request.text += output.text
-            self._finish(request, reason, is_published=True, is_announced=False)
-        else:
-            request.text += output.text
+        self._tell(output)
+        if output.finish_reason is not None:
+            self._finish(request, output.finish_reason, is_published=True, is_announced=False)
 
     def _fail(self, request: Request, error: str) -> None:
         """A request that went wrong leaves nothing behind: what it wrote and nobody else reads is zeroed."""
@@ -520,7 +568,8 @@ class KimiK3Generator:
         request.finish_reason = reason
         now = time.monotonic()
         self.counts[f"finished_{reason}"] += 1
-        self._results[request.rid] = GenerationResult(
+        results = self._own_results if request.rid in self._listeners else self._results
+        results[request.rid] = GenerationResult(
             rid=request.rid, token_ids=request.generated, text=request.text, finish_reason=reason,
             reused_tokens=request.reused_tokens,
             metrics={
@@ -531,34 +580,69 @@ class KimiK3Generator:
             logprobs=request.logprobs if request.params.logprobs is not None else None, error=request.error,
             heat=request.heat,
         )  # fmt: skip
+        if len(self._results) > KEPT_RESULTS:
+            del self._results[next(iter(self._results))]
         del self._requests[request.rid]
         self._events += 1
         if is_announced:
-            self._outputs.append(RequestOutput(request.rid, [], finish_reason=reason, error=request.error))
+            self._tell(RequestOutput(request.rid, [], finish_reason=reason, error=request.error))
+
+    def _tell(self, output: RequestOutput) -> None:
+        self._listeners.get(output.rid, self._outputs).append(output)
 
     # Whole requests.
 
     def generate(
         self, prompts: Sequence[Any], params: SamplingParams | Sequence[SamplingParams] | None = None, **options: Any
     ) -> list[GenerationResult]:
-        """Add all prompts and step until each is finished; results in the order of the prompts."""
+        """Add all prompts and step until each is finished; results in the order of the prompts.
+
+        When it ends with an exception, of `add` or of a step, or is interrupted, its requests are aborted.
+        """
+        if isinstance(prompts, (str, bytes, dict)) or not isinstance(prompts, Iterable):
+            raise ValueError(f"generate: want prompts to be a list of prompts, got {prompts!r}")
+        prompts = list(prompts)
         many = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
         if len(many) != len(prompts):
             raise ValueError(f"generate: want one SamplingParams or {len(prompts)}, got {len(many)}")
-        rids = [self.add(prompt, one, **options) for prompt, one in zip(prompts, many)]
-        wanted = [[rid + i for i in range(1 if p is None else p.n)] for rid, p in zip(rids, many)]
-        if self.others is not None:
-            self.others.is_busy = True  # until a step has told
-        while any(rid in self._requests for group in wanted for rid in group) or self._are_others_busy():
-            self.step()
-        return [self._collect(group) for group in wanted]
+        groups: list[range] = []  # the numbers of each prompt's samples
+        try:
+            for prompt, one in zip(prompts, many):
+                self._listen(groups, prompt, one, options, 0)
+            if self.others is not None:
+                self.others.is_busy = True  # until a step has told
+            while self._step_for(groups):
+                pass
+            return [self._collect(group) for group in groups]
+        finally:
+            for group in groups:
+                self._stop_listening(group)
+
+    def _step_for(self, groups: list[range]) -> bool:
+        """A step, if it is still needed."""
+        with self._lock:
+            is_needed = any(rid in self._requests for group in groups for rid in group) or self._are_others_busy()
+            is_needed = is_needed and not self._is_closed
+            if is_needed:
+                self._step()
+            return is_needed
 
     def result(self, rid: int) -> GenerationResult:
-        """The result of a finished request, once. Raises KeyError for any other."""
-        return self._results.pop(rid)
+        """The result of a finished request that was added by hand, once; the latest 1,024 are kept.
 
-    def _collect(self, group: list[int]) -> GenerationResult:
-        samples = [self._results.pop(rid) for rid in group]
+        Raises: KeyError for any other.
+        """
+        with self._lock:
+            result = self._results.pop(rid, None)
+        if result is None:
+            raise KeyError(
+                f"result: want rid of a finished request, whose result was not taken and is among the latest {KEPT_RESULTS}, "
+                f"got {rid!r}"
+            )
+        return result
+
+    def _collect(self, group: range) -> GenerationResult:
+        samples = [self._own_results.pop(rid) for rid in group]
         if len(samples) > 1:
             samples[0].samples = samples
         return samples[0]
@@ -572,69 +656,91 @@ class KimiK3Generator:
 
     def stream(self, prompt: Any, params: SamplingParams | None = None, **options: Any) -> Iterator[RequestOutput]:
         """The outputs of one request as they come; others go on beside it. Closing the iterator aborts the request."""
-        rid = self._listen(prompt, params, options)
+        group = self._listen_to_one(prompt, params, options)
         try:
             while True:
-                for output in self._heard(rid):
+                for output in self._heard(group[0]):
                     yield output
                     if output.finish_reason is not None:
                         return
-                self.step()
+                self._step_unless_heard(group[0])
         finally:
-            self._stop_listening(rid)
+            self._stop_listening(group)
 
     async def astream(
         self, prompt: Any, params: SamplingParams | None = None, **options: Any
     ) -> AsyncIterator[RequestOutput]:
         """`stream` for asyncio: steps run in a thread; several streams share them."""
-        rid = self._listen(prompt, params, options)
+        group = self._listen_to_one(prompt, params, options)
         try:
             while True:
-                for output in self._heard(rid):
+                for output in self._heard(group[0]):
                     yield output
                     if output.finish_reason is not None:
                         return
-                await asyncio.to_thread(self._step_unless_heard, rid)
+                await asyncio.to_thread(self._step_unless_heard, group[0])
         finally:
-            self._stop_listening(rid)
+            self._stop_listening(group)
 
-    def _listen(self, prompt: Any, params: SamplingParams | None, options: dict[str, Any]) -> int:
-        if params is not None and params.n != 1:
+    def _listen_to_one(self, prompt: Any, params: SamplingParams | None, options: dict[str, Any]) -> range:
+        if params is not None and getattr(params, "n", 1) != 1:
             raise ValueError(f"stream: want n == 1, got {params.n}")
         if self.others is not None:
             raise ValueError("stream: with data_parallel all ranks step equally often: want add and step")
+        groups: list[range] = []
+        self._listen(groups, prompt, params, options, None)
+        return groups[0]
+
+    def _listen(
+        self, groups: list[range], prompt: Any, params: SamplingParams | None, options: dict[str, Any], most: int | None
+    ) -> None:
+        """Add a request whose outputs, the last `most` of them, and results are this caller's; its numbers go to `groups`."""
         with self._lock:
-            rid = self.add(prompt, params, **options)
-            self._listeners[rid] = []
-        return rid
+            group = range(self._next_rid, self._next_rid + (as_int(getattr(params, "n", 1)) or 1))
+            try:
+                self._listeners.update((rid, deque(maxlen=most)) for rid in group)
+                self.add(prompt, params, **options)
+                groups.append(group)
+            except BaseException:
+                self._stop_listening(group)
+                raise
 
     def _heard(self, rid: int) -> list[RequestOutput]:
         with self._lock:
-            heard, self._listeners[rid] = self._listeners[rid], []
+            heard = list(self._listeners[rid])
+            self._listeners[rid].clear()
         return heard
 
     def _step_unless_heard(self, rid: int) -> None:
         with self._lock:
             if not self._listeners[rid]:
-                self.step()
+                self._step()
 
-    def _stop_listening(self, rid: int) -> None:
+    def _stop_listening(self, group: range) -> None:
         with self._lock:
-            self.abort(rid)
-            del self._listeners[rid]
-            self._results.pop(rid, None)
-            self._outputs = [o for o in self._outputs if o.rid != rid]
+            if self._is_stepping:
+                self._after_step.append(lambda: self._stop_listening(group))
+                return
+            for rid in group:
+                if rid in self._requests:
+                    self._finish(self._requests[rid], "abort", is_published=False)
+                self._listeners.pop(rid, None)
+                self._own_results.pop(rid, None)
 
     def close(self) -> None:
-        """Abort what runs, write what is kept to the tiers that outlive the process, and free the memory."""
+        """Abort what runs, write what is kept to the tiers that outlive the process, and free the memory.
+
+        `generate`, `stream` and `astream` that are under way end with what they have and the finish_reason "abort".
+        Raises: ValueError from inside a step.
+        """
         with self._lock:
             if self._is_closed:
                 return
+            self._refuse_if_stepping("close")
             for request in list(self._requests.values()):
                 self._finish(request, "abort", is_published=False)
             self.memory.close()
             self.expert_changes.close()
-            self.model.set_batch_invariant(self._was_invariant)
             self.record_trace(None)
             self._is_closed = True
 
@@ -656,7 +762,8 @@ class KimiK3Generator:
             if self._requests:
                 raise ValueError(f"clear_prefix_cache: want no unfinished requests, got {len(self._requests)}")
             self.memory.clear_prefix_cache()
-            self._root = self._root_key(self.model.model.is_batch_invariant)
+            self._weights = self._told_weights()
+            self._root = self._root_key(self.runner.is_invariant)
 
     # What it says of itself.
 
@@ -705,7 +812,11 @@ class KimiK3Generator:
         with self._lock:
             if not self.runner.heat_every:
                 raise ValueError("heat_map: heat is not recorded; want KimiK3Generator(heat_every=...) above 0")
-            known = self._requests.get(request_id) or self._results[request_id]
+            known = self._requests.get(request_id) or self._results.get(request_id)
+            if known is None:
+                raise KeyError(
+                    f"heat_map: want request_id of a request that runs or waits or whose result is kept, got {request_id!r}"
+                )
             return list(known.heat)
 
     def count_experts(self, is_on: bool = True) -> None:
@@ -793,12 +904,24 @@ class KimiK3Generator:
         if self._is_closed:
             raise ValueError("KimiK3Generator: it is closed")
 
+    def _refuse_if_stepping(self, what: str) -> None:
+        if self._is_stepping:
+            raise ValueError(f"{what}: want no call from inside a step (a logits_processor may add and abort requests)")
+
+    def _told_weights(self) -> str:
+        """What tells the weights as they are now from others. Where no tier outlives the generator its entries serve nobody
+        else: then a name made afresh.
+        """
+        is_shared = self.tiers is not None and any(tier.is_shared for tier in self.tiers.stack.tiers)
+        (is_read,) = self.agreement.most([int(is_shared)])  # by every rank, or by none
+        return self.agreement.weights_digest(self.model) if is_read else secrets.token_hex(16)
+
     def _root_key(self, batch_invariant: bool) -> bytes:
         """What two caches must agree in before a prefix of one may serve the other."""
         model = self.model
         parts = [
             "kimi_k3 prefix 1", json.dumps(model.config.to_dict(), sort_keys=True, default=str), str(model.dtype),
-            str(self.block_size), self.agreement.weights_digest(model),
+            str(self.block_size), self._weights,
             f"batch invariant, {self.agreement.tp_size} ranks" if batch_invariant else "",
             *(["bf16 snapshots"] if self.pools.layout.has_bf16_snapshots else []),
         ]  # fmt: skip
@@ -825,6 +948,43 @@ class KimiK3Generator:
         digest.update(pixel_values.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
         grown = given[token_index].tolist()
         return grown, embeds, {places[b - 1] for b in boundaries}, extra_key + digest.digest()
+
+
+def _whole(where: str, name: str, value: Any, least: int | None = None) -> int:
+    found = as_int(value)
+    if found is None or (least is not None and found < least):
+        kind = "a whole number" if least is None else f">= {least}"
+        raise ValueError(f"{where}: want {name} {kind}, got {value!r}")
+    return found
+
+
+def _token_ids(prompt: Any, vocabulary: int) -> list[int]:
+    given = getattr(prompt, "ids", prompt)
+    given = given.tolist() if hasattr(given, "tolist") else given
+    if isinstance(given, (str, bytes, dict, set)) or not isinstance(given, Iterable):
+        raise ValueError(f"add: want prompt to be token ids or a ChatEncoding, got {prompt!r}")
+    given = list(given)
+    ids = [token for token in map(as_int, given) if token is not None and 0 <= token < vocabulary]
+    if not ids or len(ids) < len(given):
+        wrong = [token for token in given if (found := as_int(token)) is None or not 0 <= found < vocabulary]
+        raise ValueError(f"add: want a prompt of ids in 0..{vocabulary - 1}, not empty, got {wrong[:3]}")
+    return ids
+
+
+def _output(request: Request, token: int, logits_V: Tensor) -> RequestOutput:
+    """What a request gains with its next token, and whether that ends it."""
+    params, output = request.params, RequestOutput(request.rid, [token])
+    if params.logprobs is not None:
+        output.logprobs = [_logprobs(logits_V, token, params.logprobs)]
+    is_end = token in request.ends
+    if request.decoder is not None and not is_end:
+        output.text = request.shown.feed(request.decoder.feed(token))
+    is_long = len(request.tokens) + 1 - len(request.prompt) >= params.max_new_tokens
+    reason = "stop" if is_end else "stop_string" if request.shown.is_stopped else "length" if is_long else None
+    if reason is not None and request.decoder is not None:
+        output.text += request.shown.feed(request.decoder.finish()) + request.shown.finish()
+    output.finish_reason = reason
+    return output
 
 
 def _is_plain_greedy(params: SamplingParams) -> bool:

@@ -24,7 +24,7 @@ class Metric(NamedTuple):
 
 # Families with one label: name, kind, help, label, {label value: key in stats}.
 _BY_KEY = (
-    ("requests", "gauge", "Requests that are not finished.", "state",
+    ("requests_now", "gauge", "Requests that are not finished.", "state",
      {"running": "running", "waiting": "waiting", "parked": "parked"}),
     ("tokens_total", "counter", "Tokens: of admitted prompts, of these found in the cache, run, generated, run again after a "
      "preemption.", "kind",
@@ -48,6 +48,12 @@ _SINGLE = (
 )
 # Families whose label is the rest of the key.
 _BY_START = (
+    (
+        "hit_tokens_total",
+        "Tokens of prompts found in the cache, by where they lay: on the device, or read from a tier.",
+        "tier",
+        "hit_tokens_",
+    ),
     ("requests_finished_total", "Requests finished.", "reason", "finished_"),
     ("misses_total", "Prompts that the cache did not serve whole.", "reason", "miss_"),
     ("preemptions_total", "Running requests put back to waiting.", "how", "preemptions_"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,6 +109,7 @@ class Request:
     missed_positions: set[int] = field(default_factory=set)  # asked of the tiers in vain
     fetch_state: str = "none"
     fetch_bytes: int = 0
+    restored: Counter[str] = field(default_factory=Counter)  # by tier: tokens of its last read
     waits_for: int | None = None
     waited_for: set[int] = field(default_factory=set)
     last_step: int = 0

@@ -242,7 +242,7 @@ class Residency:
             request.admitted_at = time.monotonic()
             request.reused_tokens = min(match.position, len(request.prompt))
             self.counts["prompt_tokens"] += len(request.prompt)
-            self.counts["hit_tokens"] += request.reused_tokens
+            self._count_hit(request)
             if match.miss:
                 self.counts[f"miss_{match.miss}"] += 1
         else:
@@ -251,6 +251,14 @@ class Residency:
         request.is_parked = False
         self._plan_snapshots(request, match.matched, followers)
         return True
+
+    def _count_hit(self, request: Request) -> None:
+        left = request.reused_tokens
+        self.counts["hit_tokens"] += left
+        for tier, restored in request.restored.items():
+            self.counts[f"hit_tokens_{tier}"] += min(left, restored)
+            left -= min(left, restored)
+        self.counts["hit_tokens_device"] += left
 
     def _plan_snapshots(self, request: Request, matched: int, followers: Iterable[Request]) -> None:
         """Where the prefill leaves states: ends, the junction with what is known, junctions with who waits, a grid."""

@@ -119,7 +119,7 @@ class DecodeGraphs:
 
         def step() -> Outputs:
             running_sum, bank, _, router_logits = self.model(
-                self.model.embed_tokens(ids), batch, self.pools.pools, keep_sums=False
+                self.model.embed_tokens(ids), batch, self.pools.pools, keep_sums=False, is_invariant=False
             )
             return running_sum, bank, router_logits
 
@@ -139,13 +139,16 @@ class Runner:
         heat_every: after so many steps of decoding alone one records each block's share of the attention, the mean over
             heads and MLA layers, into `Request.heat`, a decaying average; 0: never.
         counts: where "failed_recordings" are counted.
+        is_invariant: the mode of every run, whatever the model's own is.
     graphs: set where decode steps are recorded and replayed; None: every step is launched anew, as after a recording that
         failed.
     """
 
     def __init__(
-        self, model: KimiK3ForCausalLM, pool: PagePool, pools: DevicePools, heat_every: int, counts: Counter[str]
+        self, model: KimiK3ForCausalLM, pool: PagePool, pools: DevicePools, heat_every: int, counts: Counter[str],
+        is_invariant: bool,
     ) -> None:  # fmt: skip
+        self.is_invariant = is_invariant
         self.model, self.pool, self.pools = model, pool, pools
         self.block_size, self.device = pools.layout.block_size, model.device
         self.experts: ExpertCounts | None = None  # where they are counted
@@ -160,7 +163,7 @@ class Runner:
         """
         model = self.model.model
         batch = self._batch(pieces)
-        is_by_token = batch.is_decode or model.is_batch_invariant  # MLA records in the form that it uses there
+        is_by_token = batch.is_decode or self.is_invariant  # MLA records in the form that it uses there
         if self.heat_every and is_by_token and all(piece.tokens == 1 for piece in pieces):
             self._steps_to_heat -= 1
             if self._steps_to_heat == 0:
@@ -170,7 +173,9 @@ class Runner:
         if self.graphs is not None and batch.is_decode and batch.block_mass is None and not has_images:
             outputs = self._replayed(self.graphs, pieces, batch)
         if outputs is None:
-            running_sum, bank, _, router_logits = model(self._embeds(pieces), batch, self.pools.pools, keep_sums=False)
+            running_sum, bank, _, router_logits = model(
+                self._embeds(pieces), batch, self.pools.pools, keep_sums=False, is_invariant=self.is_invariant
+            )
         else:
             running_sum, bank, router_logits = outputs
         if self.experts is not None:
@@ -184,7 +189,11 @@ class Runner:
                 ends.append(at - 1)
         rows = torch.tensor(ends, dtype=torch.int64, device=self.device)
         hidden_RD = model.final_hidden(running_sum[rows], bank[:, rows])
-        return hidden_RD, self.model.head_logits(hidden_RD)
+        return hidden_RD, self.logits(hidden_RD)
+
+    def logits(self, hidden_RD: Tensor) -> Tensor:
+        """[R, V]."""
+        return self.model.head_logits(hidden_RD, self.is_invariant)
 
     def _replayed(self, graphs: DecodeGraphs, pieces: list[Piece], batch: PackedBatch) -> Outputs | None:
         """None where the step cannot be recorded: from then on none is."""
@@ -238,7 +247,6 @@ class Runner:
         def tensor(values: list[int], dtype: torch.dtype) -> Tensor:
             return torch.tensor(values, dtype=dtype, device=self.device)
 
-        is_invariant = self.model.model.is_batch_invariant
         return PackedBatch(
             cu_seqlens=tensor([0, *(p.tokens for p in pieces)], torch.int32).cumsum(0, dtype=torch.int32),
             read_slots=tensor(reads, torch.int64),
@@ -247,7 +255,7 @@ class Runner:
             kv_lens=tensor([p.end for p in pieces], torch.int32),
             block_tables=torch.tensor([t + [0] * (width - len(t)) for t in tables], dtype=torch.int32).to(self.device),
             latent_rows=tensor(rows, torch.int64),
-            is_decode=all(p.tokens == 1 for p in pieces) and not exports and not is_invariant,
+            is_decode=all(p.tokens == 1 for p in pieces) and not exports and not self.is_invariant,
             export_at=tensor([at for at, _ in exports], torch.int64) if exports else None,
             export_slots=tensor([slot for _, slot in exports], torch.int64) if exports else None,
         )

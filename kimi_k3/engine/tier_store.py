@@ -240,6 +240,10 @@ class TierStore:
                 restored = Snapshot(position, slot, is_end=True, is_stored=True)
                 self._marked.update(dict.fromkeys(request.fetch_keys[-len(self.slices) :], restored))
                 self.counts["restored_tokens"] += position - request.reuse
+                request.restored = Counter()
+                for block, name in enumerate(request.fetch_keys[: len(held) - first], start=first):
+                    tokens = min((block + 1) * self.block_size, position) - max(block * self.block_size, request.reuse)
+                    request.restored[request.fetch.sources[name]] += tokens
                 self.index.publish(request.root, request.tokens[:position], held, [restored])
                 self.cancel(request)
         for block in held:

@@ -30,6 +30,7 @@ class Fetch:
     """What is got in threads, key by key. All methods return at once; once done, nothing changes any more.
 
     results: key -> payload.     failures: key -> "absent", "damaged", "foreign", "io", "timeout" or "cancelled".
+    sources: key -> name of the tier that the payload lay in.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Fetch:
         self._open = dict.fromkeys(keys)  # without an outcome
         self.results: dict[str, Any] = {}
         self.failures: dict[str, str] = {}
+        self.sources: dict[str, str] = {}
 
     def done(self) -> bool:
         """Whether every key has a result or a failure; after the deadline what has none fails with "timeout"."""
@@ -146,7 +148,8 @@ class TierStack:
 
     def fetch(self, keys: Sequence[str], *, timeout_s: float) -> Fetch:
         """Begin to read `keys`, in this order; after `timeout_s` what is left fails with "timeout"."""
-        return self._begin(Fetch(self, keys, self._read, timeout_s), self._reads.extend)
+        fetch = Fetch(self, keys, lambda key: self._read(key, fetch.sources), timeout_s)
+        return self._begin(fetch, self._reads.extend)
 
     def _begin(self, fetch: Fetch, queue: Callable[[list[tuple[Fetch, str]]], None]) -> Fetch:
         with self._changed:
@@ -301,7 +304,7 @@ class TierStack:
                 fetch, key = self._reads.popleft()
             fetch._run(key)
 
-    def _read(self, key: str) -> tuple[Payload | None, str]:
+    def _read(self, key: str, sources: dict[str, str]) -> tuple[Payload | None, str]:
         """(payload, reason if there is none): of each tier first what waits to be written there."""
         reason = "absent"
         for index, tier in enumerate(self.tiers):
@@ -318,6 +321,7 @@ class TierStack:
             is_promoted = is_better_near and self._enqueue(key, 0, _Write(payload, codec=tier.codec), "dropped")
             self._count("promoted", is_promoted)
             self._count("fetched_bytes", payload_bytes(payload))
+            sources[key] = tier.name
             return payload, ""
         return None, reason
 

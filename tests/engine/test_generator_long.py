@@ -1,10 +1,13 @@
 """Long prompts: pieces equal the whole, and memory grows with the tokens alone."""
 
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
-from solo import Recorder
+from solo import SMOOTH, Recorder, load
 
 from kimi_k3 import KimiK3Generator, SamplingParams
 
@@ -33,6 +36,38 @@ def assert_pieces_equal_whole(model, length):
     assert float((row - whole).abs().max()) < 1.2e-4 and float((row - whole).abs().mean()) < 1e-5
 
 
+def memory_of(length):
+    """What a prompt of so many tokens takes in a fresh process: the pools, and the rise of the resident set to its peak over
+    what it is after a short prompt. In bytes.
+    """
+    model = load(SMOOTH)
+    last_row_in_pieces(model, prompt_of(model, 4096), 2048, prefix_cache=False)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = resident("VmRSS")
+    row, pools = last_row_in_pieces(model, prompt_of(model, length), 2048, prefix_cache=False)
+    assert torch.isfinite(row).all()
+    return pools, resident("VmHWM") - before
+
+
+def resident(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name))
+
+
+def growth_of_pools(length):
+    """With four times the tokens, as a factor. The peak rises by that of the pools at least, and to less than four times."""
+    figures = []
+    for tokens in (length, 4 * length):
+        code = f"from test_generator_long import memory_of; print(*memory_of({tokens}))"
+        done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        figures.append([int(number) for number in done.stdout.split()])
+    (pools, peak), (pools_of_four, peak_of_four) = figures
+    print(f"{length} and {4 * length} tokens: pools and rise of the peak, bytes: {figures}")
+    assert pools_of_four < peak_of_four < 4 * peak
+    return pools_of_four / pools
+
+
 def test_four_thousand_tokens_in_pieces_equal_the_whole(smooth):
     assert_pieces_equal_whole(smooth, 4096)
 
@@ -43,9 +78,10 @@ def test_thirty_two_thousand_tokens_in_pieces_equal_the_whole(smooth):
 
 
 @pytest.mark.slow
-def test_a_quarter_of_a_million_tokens_take_memory_linear_in_them(smooth):
-    sizes = {}
-    for length in (65_536, 262_144):
-        row, sizes[length] = last_row_in_pieces(smooth, prompt_of(smooth, length), 2048, prefix_cache=False)
-        assert torch.isfinite(row).all()
-    assert sizes[262_144] / sizes[65_536] == pytest.approx(4, rel=0.05)
+def test_a_quarter_of_a_million_tokens_take_memory_linear_in_them():
+    assert growth_of_pools(65_536) == pytest.approx(4, rel=0.05)
+
+
+@pytest.mark.slow
+def test_sixty_five_thousand_tokens_take_memory_linear_in_them():
+    assert 3 < growth_of_pools(16_384) < 4

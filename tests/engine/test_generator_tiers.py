@@ -8,6 +8,7 @@ import sys
 import textwrap
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -547,3 +548,40 @@ def test_a_read_that_hangs_is_given_up_and_no_step_spins_meanwhile(demo, monkeyp
         assert 1.0 <= waited < 10.0 and gen.num_steps - steps < 300
         assert gen.result(rid).reused_tokens == 0 and gen.tiers.counts["fetches"] == 1
         assert gen.tiers.counts["miss_timeout"] > 0
+
+
+def test_hits_are_counted_by_where_they_lay(demo, tmp_path):
+    """200 tokens that lie on disk, of which a host tier gets a copy when they are read."""
+    prompt, server = prompt_of(200, 6), Server()
+    params = SamplingParams(max_new_tokens=1)
+
+    def hits(gen):
+        stats = gen.stats()
+        assert stats["hit_tokens"] == sum(value for name, value in stats.items() if name.startswith("hit_tokens_"))
+        return {
+            name.removeprefix("hit_tokens_"): n for name, n in stats.items() if name.startswith("hit_tokens_") and n
+        }
+
+    try:
+        for tier in (DiskTier(tmp_path, 1 << 28), RemoteTier(server.url)):
+            with KimiK3Generator(demo, tiers=(tier,), **SMALL) as gen:
+                gen.generate([prompt], params)
+                gen.generate([[*prompt, 5]], params)
+                assert hits(gen) == {"device": 200}
+        with KimiK3Generator(demo, tiers=(HostTier(1 << 28), DiskTier(tmp_path, 1 << 28)), **SMALL) as gen:
+            gen.generate([[*prompt, 6]], params)
+            assert hits(gen) == {"disk": 200}
+            gen.index.clear()
+            gen.tiers.stack.flush()
+            gen.generate([[*prompt, 7]], params)
+            gen.generate([[*prompt, 8]], params)
+            assert hits(gen) == {"disk": 200, "host": 200, "device": 200}
+            text = gen.prometheus()
+            assert 'kimi_k3_hit_tokens_total{tier="host"} 200\n' in text
+        with KimiK3Generator(demo, tiers=(RemoteTier(server.url),), **SMALL) as gen:
+            gen.generate([prompt[:128]], params)  # what lies on the device already is no hit of the tier
+            before = hits(gen)
+            gen.generate([[*prompt, 6]], params)
+            assert Counter(hits(gen)) - Counter(before) == {"remote": 200 - 128, "device": 128}
+    finally:
+        server.stop()

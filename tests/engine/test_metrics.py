@@ -35,6 +35,7 @@ def parse(text: str) -> dict[str, dict[frozenset, float]]:
             labels = frozenset(re.findall(r'([a-z_]+)="((?:[^"\\]|\\.)*)"', match[2] or ""))
             assert labels not in families[current]
             families[current][labels] = float(match[3])
+    assert not [name for name in families if f"{name}_total" in families]  # to OpenMetrics those are one family
     return families
 
 
@@ -80,7 +81,7 @@ def test_the_text_holds_the_figures(smooth):
         gen.add(prompts([10])[0], params)
         stats, found = gen.stats(), parse(gen.prometheus())
     assert found["kimi_k3_requests_total"] == {labels(): 5}
-    assert found["kimi_k3_requests"][labels(state="waiting")] == 1
+    assert found["kimi_k3_requests_now"][labels(state="waiting")] == 1
     assert found["kimi_k3_requests_finished_total"] == {labels(reason="length"): 4}
     tokens = found["kimi_k3_tokens_total"]
     assert tokens[labels(kind="generated")] == 12 and tokens[labels(kind="prompt")] == 330

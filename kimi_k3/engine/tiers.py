@@ -21,7 +21,17 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
-from kimi_k3.engine.tier_format import KEY, LossyCodec, Payload, Precision, TierError, check_payload, pack, unpack
+from kimi_k3.engine.tier_format import (
+    KEY,
+    LossyCodec,
+    Payload,
+    Precision,
+    TierError,
+    check_payload,
+    copy_bytes,
+    pack,
+    unpack,
+)
 
 SCAN_SECONDS = 10.0
 SERVER_BYTES = 1 << 29  # the servers' own limit to an entry
@@ -207,9 +217,11 @@ class HostTier(LocalTier):
         with torch.inference_mode(False), torch.no_grad():  # tensors of inference mode count no writes
             buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=self._is_pinned)
             copies = {
-                name: part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+                name: part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
                 for (name, tensor), part in zip(payload.items(), buffer.split(sizes))
             }
+        for name, tensor in payload.items():
+            copy_bytes(copies[name], tensor)
         self._add(key, num_bytes, (copies, buffer, buffer._version))
         return True
 

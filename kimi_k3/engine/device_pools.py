@@ -201,19 +201,26 @@ class DevicePools:
             self.pools[i][0][place, : latents.shape[0]].copy_(latents, non_blocking=True)
 
     def read_slot(self, slot: int, heads: tuple[int, int]) -> dict[str, Tensor]:
-        """Copies on the CPU, see `copied`, of some heads of a state: states_<layer> [H, K, V], windows_<layer>
-        [W - 1, 3, H, K].
+        """`read_slices` of one slice."""
+        return self.read_slices(slot, [heads])[0]
+
+    def read_slices(self, slot: int, slices: Sequence[tuple[int, int]]) -> list[dict[str, Tensor]]:
+        """Of each range of heads views of one copy of a state on the CPU, see `copied`: states_<layer> [H, K, V],
+        windows_<layer> [W - 1, 3, H, K].
 
         slot: or STAGED.
         """
-        payload, dtype = {}, torch.bfloat16 if self.layout.has_bf16_snapshots else None
+        payloads: list[dict[str, Tensor]] = [{} for _ in slices]
+        dtype = torch.bfloat16 if self.layout.has_bf16_snapshots else None
         for i in {i for i, _, _ in self.layout.slot_parts}:
             states, windows = self._staged[i] if slot == STAGED else self.pools[i]
             at = 0 if slot == STAGED else slot
-            payload[f"states_{i}"] = self._to_cpu(states[at, self._local(heads)], dtype)
-            by_head = windows[at].unflatten(-1, (3, states.shape[1], -1))
-            payload[f"windows_{i}"] = self._to_cpu(by_head[:, :, self._local(heads)])
-        return payload
+            copied_states = self._to_cpu(states[at], dtype)
+            copied_windows = self._to_cpu(windows[at]).unflatten(-1, (3, states.shape[1], -1))
+            for payload, heads in zip(payloads, slices):
+                payload[f"states_{i}"] = copied_states[self._local(heads)]
+                payload[f"windows_{i}"] = copied_windows[:, :, self._local(heads)]
+        return payloads
 
     def write_slot(self, slot: int, heads: tuple[int, int], payload: dict[str, Tensor]) -> None:
         for i in {i for i, _, _ in self.layout.slot_parts}:

@@ -72,8 +72,8 @@ class TierStore:
             key = _key_in(evicted.node, snapshot.position)
             if snapshot.blocks:
                 self.pools.stage_blocks([self.pool.places[block] for block in snapshot.blocks])
-            for heads in self.slices:
-                if not self._store(_slice_name(key, heads), self.pools.read_slot(snapshot.slot, heads), snapshot):
+            for heads, payload in zip(self.slices, self.pools.read_slices(snapshot.slot, self.slices)):
+                if not self._store(_slice_name(key, heads), payload, snapshot):
                     return
             snapshot.is_stored = True
             self.counts["stored_snapshots"] += 1

@@ -137,10 +137,13 @@ class Residency:
         """A slot for a request that starts from `snapshot`; where none is free, that one's own if nothing kept goes on from
         it (it is what a chat's last turn left) or nothing else can go."""
         slot = self.pool.add_slot()
-        can_take = snapshot is not None and snapshot.slot >= 0 and snapshot.pins == 1
-        if slot is None and not (can_take and snapshot is not None and not self.index.is_between(snapshot)):
+        if slot is not None:
+            return slot
+        if snapshot is None or snapshot.slot < 0 or snapshot.pins > 1:
+            return self.slot()
+        if self.index.is_between(snapshot):
             slot = self.slot()
-        return self.index.take_slot(snapshot) if slot is None and can_take and snapshot is not None else slot
+        return self.index.take_slot(snapshot) if slot is None else slot
 
     def _own_tail(self, request: Request) -> bool:
         """Where others may read the last block of its table, a copy takes its place; False where there is no room for one."""

@@ -54,9 +54,7 @@ class Resources(NamedTuple):
     can_park: bool  # a tier exists that takes states
     bytes_per_block: int
     expert_budget: float = 0.0  # 0: off; else the load of the busiest expert rank above which admission is throttled
-    stall_tokens: int = (
-        0  # prompt tokens that a step may take beside decodes to last `stall` decode steps; 0: not known yet
-    )
+    stall_tokens: int = 0  # prompt tokens beside decodes that make a step last `Policy.stall` of them; 0: not known yet
     park_tokens: int = 256  # parking and fetching one state costs as much as computing this many tokens
 
 
@@ -78,14 +76,12 @@ class Policy(NamedTuple):
     `length_worth` for a doubling of the prefill: so many later requests go first, and no more. After `patience` idle
     steps a request is old: nobody behind it is admitted before it any more, and when nobody was admitted for `quantum`
     steps, it takes the place of others. So it runs within patience + (1 + requests before it in the order) * quantum
-    steps, plus its own fetch, given max_tokens_per_step >= max_num_seqs + block_size. Nor does anyone lose its place in
-    its first `quantum` steps to a request of higher priority.
+    steps, plus its own fetch and the few for which a schedule is repeated, given max_tokens_per_step >= max_num_seqs +
+    block_size. Nor does anyone lose its place in its first `quantum` steps to a request of higher priority.
     """
 
     stall: float = 3.0  # decode steps that one with prefill beside may last, see `Pace`
-    prefill_share: float = (
-        0.25  # before that is known, of max_tokens_per_step: the most prefill beside as many who decode
-    )
+    prefill_share: float = 0.25  # before that is known, of max_tokens_per_step: the most beside as many who decode
     spread: int = 16  # and the steps over which the prefill at hand is spread
     horizon: int = 64  # tokens that each request is expected to grow by; admission leaves room for them
     priority_worth: int = 64  # one level of priority: as if it had arrived this many requests earlier

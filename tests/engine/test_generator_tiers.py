@@ -214,6 +214,17 @@ def test_a_restore_that_gives_up_half_way_is_a_miss_and_leaks_nothing(demo, monk
         assert gen.pool.num_slots == gen.pool.num_blocks == 0
 
 
+def kept_states(gen) -> dict:
+    """What the tiers are to hold of each state in the index: name of an entry -> its tensors."""
+    return {
+        _slice_name(_key_in(entry.node, entry.snapshot.position), heads): gen.pools.read_slot(
+            entry.snapshot.slot, heads
+        )
+        for entry in gen.index.entries()
+        for heads in gen.tiers.slices
+    }
+
+
 def test_memory_that_is_used_again_at_once_does_not_change_what_is_on_its_way(demo):
     """A tier that takes 50 ms a write, and memory overwritten meanwhile: each entry is what the memory held."""
 
@@ -224,11 +235,7 @@ def test_memory_that_is_used_again_at_once_does_not_change_what_is_on_its_way(de
 
     with KimiK3Generator(demo, tiers=(SlowWrites(1 << 28),), **SMALL) as gen:
         ask(gen, demo, prompt_of(200, 4))
-        wanted = {}
-        for entry in gen.index.entries():
-            for heads in gen.tiers.slices:
-                name = _slice_name(_key_in(entry.node, entry.snapshot.position), heads)
-                wanted[name] = gen.pools.read_slot(entry.snapshot.slot, heads)
+        wanted = kept_states(gen)
         gen.index.clear()
         gen.pools.buffer.fill_(255)  # what a next request would do, and sooner than any
         assert gen.stats()["tiers"]["by_tier"]["transfers"]["pending_writes"] > 0
@@ -245,11 +252,7 @@ def test_a_copy_from_the_device_under_way_is_waited_for_where_the_bytes_are_read
     """As on a GPU: the copies of one `read_slot` are whole only when what `copied` returned says so, and no step waits."""
     with KimiK3Generator(demo, tiers=(HostTier(1 << 28),), **SMALL) as gen:
         ask(gen, demo, prompt_of(200, 4))
-        wanted = {}
-        for entry in gen.index.entries():
-            for heads in gen.tiers.slices:
-                name = _slice_name(_key_in(entry.node, entry.snapshot.position), heads)
-                wanted[name] = gen.pools.read_slot(entry.snapshot.slot, heads)
+        wanted = kept_states(gen)
         begun, threads, waits = [], [], []
 
         def to_cpu(source, dtype=None):

@@ -538,3 +538,37 @@ def test_remote_needs_a_server_and_a_client(monkeypatch):
     monkeypatch.setitem(sys.modules, "valkey", None)
     with pytest.raises(ImportError, match=r"kimi-k3\[remote\]"):
         RemoteTier("redis://127.0.0.1:1/0")
+
+
+OPENMP_THREADS = """
+import os, threading, torch
+from kimi_k3.engine.tiers import HostTier
+
+tier, payload = HostTier(1 << 28), {"x": torch.ones(1 << 22)}
+begin, done, end = threading.Event(), threading.Event(), threading.Event()
+
+def write():
+    begin.wait()
+    tier.put("0" * 64, payload)
+    done.set()
+    end.wait()  # its team would live as long as it does
+
+thread = threading.Thread(target=write)
+thread.start()
+before = len(os.listdir("/proc/self/task"))
+begin.set()
+done.wait()
+print(before, len(os.listdir("/proc/self/task")))
+end.set()
+thread.join()
+"""
+
+
+def test_a_write_starts_no_openmp_threads():
+    """A second team of them, with more threads than cores, makes every barrier of the model's slow."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "3"}
+    out = subprocess.run(
+        [sys.executable, "-c", OPENMP_THREADS], env=environment, capture_output=True, text=True, check=True, timeout=120
+    )
+    before, after = map(int, out.stdout.split())
+    assert after == before

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 
 import kimi_k3
 from kimi_k3 import KimiK3ForCausalLM, KimiK3Tokenizer
-from kimi_k3.parallel import log_of_rank, make_mesh, start
+from kimi_k3.parallel import log_of_rank, make_mesh, start, stop
 from kimi_k3.parallel.expert_parallel import InStep
 
 DEMO = Path(kimi_k3.__file__).parent / "demo"
@@ -104,7 +104,7 @@ def main() -> None:
         )
         if args.json:
             print(json.dumps(report))
-    dist.destroy_process_group()
+    stop()
 
 
 if __name__ == "__main__":

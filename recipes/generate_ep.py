@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 import kimi_k3
 from kimi_k3 import KimiK3ForCausalLM, KimiK3Generator, KimiK3Tokenizer, SamplingParams
-from kimi_k3.parallel import log_of_rank, make_mesh, start
+from kimi_k3.parallel import log_of_rank, make_mesh, start, stop
 
 DEMO = Path(kimi_k3.__file__).parent / "demo"
 PROMPTS = ["**PROSPERO**", "**MACBETH**", "**MIRANDA**", "**LADY MACBETH**", "**ARIEL**"]
@@ -86,7 +86,7 @@ def main() -> None:
             print(f"--- {prompt}\n{everything[index]}")
         busiest = counts.amax(1) / counts.mean(1)
         print(f"expert load, busiest / mean: median layer {busiest.median():.2f}, worst layer {busiest.max():.2f}")
-    dist.destroy_process_group()
+    stop()
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 import kimi_k3
 from kimi_k3 import KimiK3ForCausalLM, KimiK3Tokenizer
-from kimi_k3.parallel import log_of_rank, make_mesh, start
+from kimi_k3.parallel import log_of_rank, make_mesh, start, stop
 
 DEMO = Path(kimi_k3.__file__).parent / "demo"
 
@@ -63,7 +63,7 @@ def main() -> None:
     log.info("%d tokens in %.2f s", len(out), time.perf_counter() - began)
     if dist.get_rank() == 0:
         print(tokenizer.decode(out.tolist(), skip_special_tokens=True))
-    dist.destroy_process_group()
+    stop()
 
 
 if __name__ == "__main__":

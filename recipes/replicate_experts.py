@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 import kimi_k3
 from kimi_k3 import KimiK3ForCausalLM, KimiK3Generator, SamplingParams
-from kimi_k3.parallel import log_of_rank, make_mesh, start, use_placement
+from kimi_k3.parallel import log_of_rank, make_mesh, start, stop, use_placement
 from kimi_k3.parallel.expert_parallel import GROUP, ROWS_RECEIVED, expert_layers
 from kimi_k3.parallel.placement import ExpertPlacement
 
@@ -107,7 +107,7 @@ def main() -> None:
             "median_ms_after": statistics.median(after), "longest_before_over_median": max(before) / median,
             "longest_during_over_median": max(during) / median,
         }))  # fmt: skip
-    dist.destroy_process_group()
+    stop()
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from kimi_k3.parallel import stop
 from kimi_k3.parallel.placement import ExpertPlacement, NoRoomForExperts
 from kimi_k3.parallel.traces import read_trace
 
@@ -238,7 +239,8 @@ def _run_cases(rank: int, ranks: int, store: str, results: dict[str, float], ste
     if rank == 0:
         results.update({name: statistics.median(times) for name, times in seconds.items()})
     dist.barrier()
-    dist.destroy_process_group()
+    del group, survivors
+    stop()
 
 
 def validate(ranks: int, steps: int = 15) -> dict[str, object]:

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kimi_k3.parallel.data_parallel import shard_for_training, share_of_loss
-    from kimi_k3.parallel.mesh import log_of_rank, make_mesh, start
+    from kimi_k3.parallel.mesh import log_of_rank, make_mesh, start, stop
     from kimi_k3.parallel.replication import use_placement
     from kimi_k3.parallel.tensor_parallel import parallelize
 
 _HOMES = {
     "log_of_rank": "mesh", "make_mesh": "mesh", "parallelize": "tensor_parallel", "shard_for_training": "data_parallel",
-    "share_of_loss": "data_parallel", "start": "mesh", "use_placement": "replication",
+    "share_of_loss": "data_parallel", "start": "mesh", "stop": "mesh", "use_placement": "replication",
 }  # fmt: skip
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "shard_for_training",
     "share_of_loss",
     "start",
+    "stop",
     "use_placement",
 ]
 

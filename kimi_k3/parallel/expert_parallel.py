@@ -60,6 +60,11 @@ def set_group(group: ExpertGroup, name: str = GROUP) -> None:
     _GROUPS[name] = group
 
 
+def forget_groups() -> None:
+    """Hold no group any more: the process group ended."""
+    _GROUPS.clear()
+
+
 class Tables(NamedTuple):
     """Where the copies of each expert of one layer lie, int64, active ones first. Group ranks and slots, -1 where none."""
 

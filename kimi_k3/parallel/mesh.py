@@ -10,14 +10,18 @@ One `torchrun --nproc-per-node N` is one failure domain: when one of its process
 from __future__ import annotations
 
 import datetime
+import gc
 import logging
 import os
+import weakref
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # noqa: F401  before there is a group: its default arguments keep the one they see
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 AXES = ("dp", "tp")
+_MESHES: weakref.WeakSet[DeviceMesh] = weakref.WeakSet()
 
 
 def start(backend: str | None = None, timeout_seconds: float = 60.0, device: str | None = None) -> torch.device:
@@ -45,6 +49,24 @@ def start(backend: str | None = None, timeout_seconds: float = 60.0, device: str
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     return local
+
+
+def stop() -> None:
+    """Leave the process group, and end the threads of its groups; nothing without one. The last call of a rank's `main`.
+
+    `destroy_process_group` alone leaves gloo's threads running while something refers to a group, and DTensor's caches refer
+    to every mesh. Such a thread may be the last to drop a tensor of a finished collective; where the interpreter is ending by
+    then, the process aborts ("terminate called without an active exception").
+    """
+    if not dist.is_initialized():
+        return
+    from kimi_k3.parallel.expert_parallel import forget_groups
+
+    dist.destroy_process_group()
+    forget_groups()
+    for mesh in list(_MESHES):
+        getattr(mesh, "_pg_registry", {}).clear()
+    gc.collect()
 
 
 def log_of_rank() -> logging.Logger:
@@ -80,6 +102,7 @@ def make_mesh(tp: int = 1, ep: int | None = None, device_type: str = "cpu") -> D
     mesh = init_device_mesh(device_type, (world // tp, tp), mesh_dim_names=AXES)
     if ep is not None:
         mesh.ep_axis = mesh._flatten("ep")  # type: ignore[attr-defined]
+    _MESHES.add(mesh)
     return mesh
 
 

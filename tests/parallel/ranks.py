@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from kimi_k3.parallel import stop
+
 TIMEOUT_SECONDS = 60.0  # a loaded machine; what must end fast has its own
 PRELOADED = [
     "torch", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint",
@@ -36,7 +38,7 @@ def _entry(
         Path(f"{folder}/{rank}.error").write_text(traceback.format_exc())
         raise
     finally:
-        dist.destroy_process_group()
+        stop()
 
 
 def run_ranks(size: int, function: Callable[..., Any], *arguments: Any, timeout: float = TIMEOUT_SECONDS) -> list[Any]:

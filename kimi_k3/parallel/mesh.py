@@ -17,7 +17,7 @@ import weakref
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # noqa: F401  before there is a group: its default arguments keep the one they see
+import torch.distributed.nn.functional  # before there is a group: its default arguments keep the one they see
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 AXES = ("dp", "tp")

@@ -38,7 +38,7 @@ def check_generator(
         raise ValueError(f"KimiK3Generator: want memory or num_blocks, got both: {memory!r} and {num_blocks}")
     if not isinstance(tiers, Sequence) or not all(isinstance(tier, Tier) for tier in tiers):
         raise ValueError(f"KimiK3Generator: want tiers to be a list of HostTier, DiskTier, RemoteTier, got {tiers!r}")
-    if batch_invariant and model.model.has_compiled_layers:
+    if batch_invariant and model.model.has_compiled_layers:  # type: ignore[union-attr]
         raise NotImplementedError(
             "KimiK3Generator: batch_invariant wants a model without compile_blocks: a compiler orders sums by their sizes"
         )

@@ -149,7 +149,5 @@ def test_what_is_no_model_or_tokenizer_is_named(demo):
 
 
 def test_a_budget_of_experts_wants_a_placement(gen):
-    with pytest.raises(
-        ValueError, match="limit_experts: want budget >= 0, and 0 where placement is None, got 1.0, None"
-    ):
+    with pytest.raises(ValueError, match="limit_experts: want budget >= 0, and 0 where placement is None"):
         gen.limit_experts(None, 1.0)

@@ -484,7 +484,8 @@ def test_the_event_loop_waits_for_no_forward(gen, monkeypatch):
 
     before = gen.num_steps
     streams = asyncio.run(main())
-    assert gen.num_steps - before <= 8 and not gen._listeners and not gen.has_unfinished()
+    assert gen.num_steps - before <= 8 and not gen._listeners
+    assert [o.finish_reason for o in gen.step()] == ["abort"] and not gen.has_unfinished()
     for prompt, outputs in zip([PROMPT, *([9 + i, *PROMPT] for i in range(3))], streams):
         (expected,) = gen.generate([prompt], SamplingParams(max_new_tokens=6))
         assert [t for o in outputs for t in o.token_ids] == expected.token_ids

@@ -19,7 +19,7 @@ from torch import Tensor
 from kimi_k3.cache import BLOCK_SIZE
 from kimi_k3.engine.agreement import Agreement
 from kimi_k3.engine.arguments import check_generator, check_request, positions, seconds, token_ids, whole
-from kimi_k3.engine.async_listener import AsyncListener
+from kimi_k3.engine.async_streams import AsyncListener, end_openmp_team
 from kimi_k3.engine.expert_changes import ExpertChanges
 from kimi_k3.engine.expert_counts import ExpertCounts
 from kimi_k3.engine.metrics import expert_metrics, exposition, metrics_of
@@ -658,6 +658,7 @@ class KimiK3Generator:
         try:
             with self._lock:
                 if self._step_thread is None:
+                    end_openmp_team()
                     self._step_thread = threading.Thread(target=self._step_for_streams, name="kimi_k3 steps")
                     self._step_thread.start()
             while True:

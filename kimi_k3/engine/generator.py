@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import secrets
@@ -10,6 +9,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,19 +18,20 @@ from torch import Tensor
 
 from kimi_k3.cache import BLOCK_SIZE
 from kimi_k3.engine.agreement import Agreement
+from kimi_k3.engine.arguments import check_generator, check_request, positions, seconds, token_ids, whole
+from kimi_k3.engine.async_streams import AsyncListener, end_openmp_team
 from kimi_k3.engine.expert_changes import ExpertChanges
 from kimi_k3.engine.expert_counts import ExpertCounts
 from kimi_k3.engine.metrics import expert_metrics, exposition, metrics_of
 from kimi_k3.engine.other_groups import OtherGroups
 from kimi_k3.engine.prefix_index import chain
-from kimi_k3.engine.request import GenerationResult, Request, RequestOutput, TokenLogprobs
+from kimi_k3.engine.request import GenerationResult, Request, RequestOutput
 from kimi_k3.engine.residency import REFRESH_STEPS, Residency
+from kimi_k3.engine.row_sampling import RowError, is_plain_greedy, next_output
 from kimi_k3.engine.runner import CudaRecorder, DecodeGraphs, Piece, Runner
 from kimi_k3.engine.scheduler import DEFAULT_POLICY, SCHEDULERS, Candidate, Pace, Resources, Schedule
-from kimi_k3.engine.tier_format import LossyCodec
-from kimi_k3.engine.tiers import Tier
 from kimi_k3.generation import StopText, end_ids
-from kimi_k3.sampling import Penalties, SamplingParams, as_float, as_int, fresh_seed, sample
+from kimi_k3.sampling import SamplingParams, as_int, fresh_seed
 
 if TYPE_CHECKING:
     from kimi_k3.modeling_kimi_k3 import KimiK3ForCausalLM
@@ -85,37 +86,23 @@ class KimiK3Generator:
         tiers: Sequence[Any] = (), batch_invariant: bool = False, data_parallel: bool = False, heat_every: int = 0,
         snapshots: str = "exact", cuda_graphs: bool = True,
     ) -> None:  # fmt: skip
-        max_num_seqs = _whole("KimiK3Generator", "max_num_seqs", max_num_seqs, 1)
-        max_tokens_per_step = _whole("KimiK3Generator", "max_tokens_per_step", max_tokens_per_step, 1)
-        block_size = _whole("KimiK3Generator", "block_size", block_size, 1)
-        heat_every = _whole("KimiK3Generator", "heat_every", heat_every, 0)
+        max_num_seqs, max_tokens_per_step, block_size, heat_every = (
+            whole("KimiK3Generator", name, value, least)
+            for name, value, least in (
+                ("max_num_seqs", max_num_seqs, 1), ("max_tokens_per_step", max_tokens_per_step, 1),
+                ("block_size", block_size, 1), ("heat_every", heat_every, 0),
+            )
+        )  # fmt: skip
         if num_blocks is not None:
-            num_blocks = _whole("KimiK3Generator", "num_blocks", num_blocks, 1)
-        for name, value in (("prefix_cache", prefix_cache), ("batch_invariant", batch_invariant),
-                            ("data_parallel", data_parallel), ("cuda_graphs", cuda_graphs)):  # fmt: skip
-            if not isinstance(value, bool):
-                raise ValueError(f"KimiK3Generator: want {name} True or False, got {value!r}")
-        if not isinstance(tiers, Sequence) or not all(isinstance(tier, Tier) for tier in tiers):
-            raise ValueError(
-                f"KimiK3Generator: want tiers to be a list of HostTier, DiskTier, RemoteTier, got {tiers!r}"
-            )
-        if batch_invariant and model.model.has_compiled_layers:
-            raise NotImplementedError(
-                "KimiK3Generator: batch_invariant wants a model without compile_blocks: a compiler orders sums by their sizes"
-            )
-        if snapshots not in ("exact", "bf16"):
-            raise ValueError(f"KimiK3Generator: want snapshots 'exact' or 'bf16', got {snapshots!r}")
-        if batch_invariant and snapshots != "exact":
-            raise ValueError(f"KimiK3Generator: batch_invariant wants snapshots='exact', got {snapshots!r}")
-        if scheduler not in SCHEDULERS:
-            raise ValueError(f"KimiK3Generator: want scheduler in {sorted(SCHEDULERS)}, got {scheduler!r}")
-        if max_tokens_per_step < block_size:
-            raise ValueError(
-                f"KimiK3Generator: want max_tokens_per_step >= block_size {block_size}, got {max_tokens_per_step}"
-            )
-        lossy = [tier.name for tier in tiers if tier.codec != LossyCodec()]
-        if batch_invariant and lossy:
-            raise ValueError(f"KimiK3Generator: batch_invariant wants exact tiers, got lossy ones: {lossy}")
+            num_blocks = whole("KimiK3Generator", "num_blocks", num_blocks, 1)
+        check_generator(
+            model, tokenizer, memory=memory, num_blocks=num_blocks, scheduler=scheduler, tiers=tiers, snapshots=snapshots,
+            batch_invariant=batch_invariant, max_tokens_per_step=max_tokens_per_step, block_size=block_size,
+            switches={
+                "prefix_cache": prefix_cache, "batch_invariant": batch_invariant, "data_parallel": data_parallel,
+                "cuda_graphs": cuda_graphs,
+            },
+        )  # fmt: skip
         self.model, self.tokenizer = model, tokenizer
         self.max_num_seqs, self.max_tokens_per_step, self.block_size = max_num_seqs, max_tokens_per_step, block_size
         self.prefix_cache, self.scheduler = prefix_cache, scheduler
@@ -151,10 +138,13 @@ class KimiK3Generator:
         self._outputs: list[RequestOutput] = []  # that no step has returned yet
         self._results: dict[int, GenerationResult] = {}  # the latest KEPT_RESULTS, oldest first
         # Of the requests of `generate` and `stream`: the outputs that are not heard yet, and the results.
-        self._listeners: dict[int, deque[RequestOutput]] = {}
+        self._listeners: dict[int, deque[RequestOutput] | AsyncListener] = {}
         self._own_results: dict[int, GenerationResult] = {}
-        self._lock = threading.RLock()
+        # One thread steps at a time. What requests and memory are is guarded apart and let go while the model runs, so that
+        # others may add, abort, read and listen meanwhile. The first is taken before the second.
+        self._step_lock, self._lock = threading.RLock(), threading.RLock()
         self._is_closed = self._is_stepping = False
+        self._step_thread: threading.Thread | None = None  # while someone listens from asyncio
         self._after_step: list[Callable[[], None]] = []  # what was asked for inside the step that runs
         self.num_steps = 0
         self._step_seconds = self._forward_seconds = 0.0
@@ -180,24 +170,11 @@ class KimiK3Generator:
         Raises: ValueError for an argument of another kind, naming it, and for what can never run, with the numbers.
         """
         params = SamplingParams() if params is None else params
-        if not isinstance(params, SamplingParams):
-            raise ValueError(f"add: want params to be SamplingParams or None, got {params!r}")
-        params.check()  # it may have been changed since it was made
-        ids = _token_ids(prompt, self.model.config.text_config.vocab_size)
-        priority = _whole("add", "priority", priority)
-        if isinstance(snapshot_at, (str, bytes)) or not isinstance(snapshot_at, Iterable):
-            raise ValueError(f"add: want snapshot_at to be positions, got {snapshot_at!r}")
-        boundaries = {*getattr(prompt, "boundaries", ()), *(_whole("add", "snapshot_at", at) for at in snapshot_at)}
-        if not isinstance(extra_key, bytes):
-            raise ValueError(f"add: want extra_key to be bytes, got {extra_key!r}")
-        if timeout is not None:
-            seconds = as_float(timeout)
-            if seconds is None or not seconds >= 0:
-                raise ValueError(f"add: want timeout >= 0 seconds or None, got {timeout!r}")
-            timeout = seconds
-        for name, value in (("pixel_values", pixel_values), ("grid_thws", grid_thws)):
-            if value is not None and not isinstance(value, Tensor):
-                raise ValueError(f"add: want {name} to be a tensor or None, got {type(value).__name__}")
+        check_request(params, extra_key, pixel_values, grid_thws)
+        ids = token_ids(prompt, self.model.config.text_config.vocab_size)
+        priority = whole("add", "priority", priority)
+        boundaries = {*positions(getattr(prompt, "boundaries", ()), len(ids)), *positions(snapshot_at, len(ids))}
+        timeout = seconds(timeout)
         for image_hash in getattr(prompt, "image_hashes", ()):
             extra_key += image_hash
         if params.stop and self.tokenizer is None:
@@ -207,8 +184,6 @@ class KimiK3Generator:
             ids, embeds, boundaries, extra_key = self._with_images(ids, boundaries, extra_key, pixel_values, grid_thws)
         elif self.model.config.media_placeholder_token_id in ids and hasattr(self.model, "vision_tower"):
             raise ValueError("add: the prompt holds image placeholders, but no pixel_values were given")
-        if any(not 0 < position <= len(ids) for position in boundaries):
-            raise ValueError(f"add: want snapshot_at in 1..{len(ids)}, got {sorted(boundaries)}")
         self.memory.refuse_what_never_fits(len(ids) + params.max_new_tokens)
         with self._lock:
             self._refuse_if_closed()
@@ -253,7 +228,7 @@ class KimiK3Generator:
         """End a request now, with what it has, and, by the number of its first sample, all samples of its prompt. Nothing of
         an unfinished prefill is kept. Unknown or finished: nothing.
 
-        From inside a step, by a logits_processor: when that step ends.
+        While a step runs, by its logits_processor or from another thread: when that step ends.
         """
         with self._lock:
             if self._is_stepping:
@@ -271,14 +246,14 @@ class KimiK3Generator:
         After an exception of the forward the requests that took part wait again and lose no token; outputs come with the
         next step.
         """
+        self._step()
         with self._lock:
-            self._step()
             outputs, self._outputs = self._outputs, []
             return outputs
 
     @torch.no_grad()
     def _step(self) -> None:
-        with self._lock:
+        with self._step_lock, self._lock:
             self._refuse_if_closed()
             self._refuse_if_stepping("step")
             self._is_stepping = True
@@ -353,9 +328,19 @@ class KimiK3Generator:
             if not pieces:
                 return
             forward_started = time.perf_counter()
-            hidden_RD, logits_RV = self.runner.run(pieces)
+            with self._others_may_act():
+                hidden_RD, logits_RV = self.runner.run(pieces)
             self._forward_seconds += time.perf_counter() - forward_started
         self._commit(pieces, hidden_RD, logits_RV)
+
+    @contextmanager
+    def _others_may_act(self) -> Iterator[None]:
+        """While the step that runs touches nothing of what the lock guards. It is held once here."""
+        self._lock.release()
+        try:
+            yield
+        finally:
+            self._lock.acquire()
 
     def _decide(self) -> Schedule:
         """The schedule of this step; the last one again while each running request decodes and nothing has changed for those
@@ -496,39 +481,19 @@ class KimiK3Generator:
         """Choose each row's next token by its own parameters alone. What goes wrong with a row ends its request alone."""
         if not requests:
             return
-        is_plain = [_is_plain_greedy(request.params) for request in requests]
-        best, tokens = logits_RV.max(-1) if any(is_plain) else (logits_RV.amax(-1), logits_RV.new_empty(0))
-        is_finite, greedy = torch.isfinite(best).tolist(), tokens.tolist()
+        is_plain = [is_plain_greedy(request.params) for request in requests]
+        best, tokens = logits_RV.max(-1) if any(is_plain) else (logits_RV.amax(-1), torch.zeros(len(requests)))
+        is_finite, greedy = torch.isfinite(best).tolist(), tokens.long().tolist()
         for row, request in enumerate(requests):
-            params, logits_V = request.params, logits_RV[row]
-            is_first_time, position = not request.has_prefilled, len(request.tokens) - len(request.prompt)
-            what = "sampling"
             try:
-                if params.logits_processor is not None:
-                    logits_V = _processed(params.logits_processor, request.tokens, logits_V)
-                if params.has_penalties:
-                    if request.penalties is None:
-                        request.penalties = Penalties(params, request.prompt, len(logits_V), logits_V.device)
-                    logits_V = request.penalties.apply(logits_V)
-                if not is_finite[row]:
-                    raise FloatingPointError(f"non-finite logits at generated token {position}")
-                if is_plain[row]:
-                    token = greedy[row]
-                else:
-                    token = sample(logits_V, params, request.seed, position)
-                what = "logprobs and text"
-                output = _output(request, token, logits_V)
-            except _HookError as error:
-                self._fail(request, f"logits_processor: {error}")
-                continue
-            except FloatingPointError as error:
+                with self._others_may_act():
+                    output = next_output(request, logits_RV[row], is_finite[row], greedy[row])
+            except RowError as error:
                 self._fail(request, str(error))
-                self.memory.distrust(request)
+                if error.is_state_bad:
+                    self.memory.distrust(request)
                 continue
-            except Exception as error:
-                self._fail(request, f"{what}: {type(error).__name__}: {error}")
-                continue
-            request.has_prefilled = True
+            is_first_time, request.has_prefilled = not request.has_prefilled, True
             if is_first_time or request.saved:
                 self.memory.publish(request)
             self._take(request, output)
@@ -565,7 +530,10 @@ class KimiK3Generator:
             self.tiers.cancel(request)
         if not self.prefix_cache:
             self.index.forget(request.root)
-        request.finish_reason = reason
+        rest = ""
+        if is_announced and reason != "error" and request.decoder is not None:  # what might have begun a stop text
+            rest = request.shown.feed(request.decoder.finish()) + request.shown.finish()
+            request.text += rest
         now = time.monotonic()
         self.counts[f"finished_{reason}"] += 1
         results = self._own_results if request.rid in self._listeners else self._results
@@ -585,7 +553,7 @@ class KimiK3Generator:
         del self._requests[request.rid]
         self._events += 1
         if is_announced:
-            self._tell(RequestOutput(request.rid, [], finish_reason=reason, error=request.error))
+            self._tell(RequestOutput(request.rid, [], rest, finish_reason=reason, error=request.error))
 
     def _tell(self, output: RequestOutput) -> None:
         self._listeners.get(output.rid, self._outputs).append(output)
@@ -602,13 +570,15 @@ class KimiK3Generator:
         if isinstance(prompts, (str, bytes, dict)) or not isinstance(prompts, Iterable):
             raise ValueError(f"generate: want prompts to be a list of prompts, got {prompts!r}")
         prompts = list(prompts)
+        if prompts and as_int(prompts[0]) is not None:
+            raise ValueError(f"generate: want prompts to be a list of prompts, got token ids {prompts[:3]}")
         many = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
         if len(many) != len(prompts):
             raise ValueError(f"generate: want one SamplingParams or {len(prompts)}, got {len(many)}")
         groups: list[range] = []  # the numbers of each prompt's samples
         try:
             for prompt, one in zip(prompts, many):
-                self._listen(groups, prompt, one, options, 0)
+                self._listen(groups, prompt, one, options, lambda: deque(maxlen=0))
             if self.others is not None:
                 self.others.is_busy = True  # until a step has told
             while self._step_for(groups):
@@ -620,7 +590,7 @@ class KimiK3Generator:
 
     def _step_for(self, groups: list[range]) -> bool:
         """A step, if it is still needed."""
-        with self._lock:
+        with self._step_lock:
             is_needed = any(rid in self._requests for group in groups for rid in group) or self._are_others_busy()
             is_needed = is_needed and not self._is_closed
             if is_needed:
@@ -656,65 +626,98 @@ class KimiK3Generator:
 
     def stream(self, prompt: Any, params: SamplingParams | None = None, **options: Any) -> Iterator[RequestOutput]:
         """The outputs of one request as they come; others go on beside it. Closing the iterator aborts the request."""
-        group = self._listen_to_one(prompt, params, options)
+        heard: deque[RequestOutput] = deque()
+        group = self._listen_to_one(prompt, params, options, heard)
         try:
             while True:
-                for output in self._heard(group[0]):
+                while heard:
+                    output = heard.popleft()
                     yield output
                     if output.finish_reason is not None:
                         return
-                self._step_unless_heard(group[0])
+                with self._step_lock:
+                    if not heard:
+                        self._step()
         finally:
             self._stop_listening(group)
 
     async def astream(
         self, prompt: Any, params: SamplingParams | None = None, **options: Any
     ) -> AsyncIterator[RequestOutput]:
-        """`stream` for asyncio: steps run in a thread; several streams share them."""
-        group = self._listen_to_one(prompt, params, options)
+        """`stream` for asyncio. One thread steps for all such streams; the event loop waits for no forward.
+
+        An exception of a step ends every stream that it steps for.
+        Raises: ValueError also on several ranks, which would see streams begin at different steps.
+        """
+        if self.agreement.all is not None and self.agreement.all.size() > 1:
+            raise ValueError(
+                f"astream: want a model on one rank, got {self.agreement.all.size()}: there all add and step alike"
+            )
+        heard = AsyncListener()
+        group = self._listen_to_one(prompt, params, options, heard)
         try:
+            with self._lock:
+                if self._step_thread is None:
+                    end_openmp_team()
+                    self._step_thread = threading.Thread(target=self._step_for_streams, name="kimi_k3 steps")
+                    self._step_thread.start()
             while True:
-                for output in self._heard(group[0]):
-                    yield output
-                    if output.finish_reason is not None:
-                        return
-                await asyncio.to_thread(self._step_unless_heard, group[0])
+                output = await heard.next()
+                yield output
+                if output.finish_reason is not None:
+                    return
         finally:
             self._stop_listening(group)
 
-    def _listen_to_one(self, prompt: Any, params: SamplingParams | None, options: dict[str, Any]) -> range:
+    def _step_for_streams(self) -> None:
+        """Step while a request of an asyncio stream is unfinished."""
+        while True:
+            with self._lock:
+                streams = {rid: heard for rid, heard in self._listeners.items() if isinstance(heard, AsyncListener)}
+                for rid in [rid for rid, heard in streams.items() if heard.is_gone]:
+                    self._stop_listening(range(rid, rid + 1))
+                if not streams.keys() & self._requests.keys():
+                    self._step_thread = None
+                    return
+            try:
+                self._step()
+            except BaseException as error:
+                with self._lock:
+                    self._step_thread = None
+                    for heard in self._listeners.values():
+                        if isinstance(heard, AsyncListener):
+                            heard.append(error)
+                return
+
+    def _listen_to_one(
+        self,
+        prompt: Any,
+        params: SamplingParams | None,
+        options: dict[str, Any],
+        heard: deque[RequestOutput] | AsyncListener,
+    ) -> range:
         if params is not None and getattr(params, "n", 1) != 1:
             raise ValueError(f"stream: want n == 1, got {params.n}")
         if self.others is not None:
             raise ValueError("stream: with data_parallel all ranks step equally often: want add and step")
         groups: list[range] = []
-        self._listen(groups, prompt, params, options, None)
+        self._listen(groups, prompt, params, options, lambda: heard)
         return groups[0]
 
     def _listen(
-        self, groups: list[range], prompt: Any, params: SamplingParams | None, options: dict[str, Any], most: int | None
-    ) -> None:
-        """Add a request whose outputs, the last `most` of them, and results are this caller's; its numbers go to `groups`."""
+        self, groups: list[range], prompt: Any, params: SamplingParams | None, options: dict[str, Any],
+        hearing: Callable[[], deque[RequestOutput] | AsyncListener],
+    ) -> None:  # fmt: skip
+        """Add a request whose outputs, to what `hearing` makes, and results are this caller's; its numbers go to `groups`."""
         with self._lock:
             group = range(self._next_rid, self._next_rid + (as_int(getattr(params, "n", 1)) or 1))
             try:
-                self._listeners.update((rid, deque(maxlen=most)) for rid in group)
+                self._listeners.update((rid, hearing()) for rid in group)
                 self.add(prompt, params, **options)
                 groups.append(group)
             except BaseException:
                 self._stop_listening(group)
                 raise
-
-    def _heard(self, rid: int) -> list[RequestOutput]:
-        with self._lock:
-            heard = list(self._listeners[rid])
-            self._listeners[rid].clear()
-        return heard
-
-    def _step_unless_heard(self, rid: int) -> None:
-        with self._lock:
-            if not self._listeners[rid]:
-                self._step()
 
     def _stop_listening(self, group: range) -> None:
         with self._lock:
@@ -733,7 +736,7 @@ class KimiK3Generator:
         `generate`, `stream` and `astream` that are under way end with what they have and the finish_reason "abort".
         Raises: ValueError from inside a step.
         """
-        with self._lock:
+        with self._step_lock, self._lock:
             if self._is_closed:
                 return
             self._refuse_if_stepping("close")
@@ -757,7 +760,7 @@ class KimiK3Generator:
 
         Raises: ValueError while requests are unfinished.
         """
-        with self._lock:
+        with self._step_lock, self._lock:
             self._refuse_if_closed()
             if self._requests:
                 raise ValueError(f"clear_prefix_cache: want no unfinished requests, got {len(self._requests)}")
@@ -821,7 +824,7 @@ class KimiK3Generator:
 
     def count_experts(self, is_on: bool = True) -> None:
         """Start to count from zero which experts tokens choose, or stop; off costs nothing."""
-        with self._lock:
+        with self._step_lock, self._lock:
             if self.runner.experts is not None:
                 self.runner.experts.record(None)
             self.runner.experts = ExpertCounts(self.model) if is_on else None
@@ -840,14 +843,17 @@ class KimiK3Generator:
                 each expert per token of each token.)
         Raises: ValueError for a placement of other layers or experts, or a negative budget.
         """
-        if not budget >= 0:
-            raise ValueError(f"limit_experts: want budget >= 0, got {budget!r}")
-        with self._lock:
+        if not budget >= 0 or (placement is None and budget):
+            raise ValueError(
+                f"limit_experts: want budget >= 0, and 0 where placement is None, got {budget!r}, {placement!r}"
+            )
+        with self._step_lock, self._lock:
             if self.runner.experts is None and placement is not None:
                 self.count_experts()
             if self.runner.experts is not None:
                 self.runner.experts.follow(placement)
-            self._expert_budget = 0.0 if placement is None else budget
+            self._expert_budget = budget
+            self._events += 1
             for request in self._requests.values():
                 request.experts, request.expert_loads = None, ()
 
@@ -857,7 +863,7 @@ class KimiK3Generator:
 
         Raises: ValueError unless they are being counted.
         """
-        with self._lock:
+        with self._step_lock, self._lock:
             if self.runner.experts is None:
                 raise ValueError("expert_counts: experts are not counted; call count_experts() first")
             counts = self.runner.experts.counts
@@ -874,7 +880,7 @@ class KimiK3Generator:
         `model.expert_placement` is the placement in use.
         Raises: ValueError if it does not fit, it or deadline_s differs between ranks, or another change is under way.
         """
-        with self._lock:
+        with self._step_lock, self._lock:
             self._refuse_if_closed()
             self.expert_changes.start(placement, deadline_s)
 
@@ -883,7 +889,7 @@ class KimiK3Generator:
         no more. Counts experts too. One rank writes where several run the same requests. With data_parallel each group
         writes its own, its number before the ending: routing.dp0.jsonl, routing.dp1.jsonl, ...
         """
-        with self._lock:
+        with self._step_lock, self._lock:
             if self.runner.experts is None and path is not None:
                 self.count_experts()
             if self.runner.experts is not None:
@@ -948,67 +954,3 @@ class KimiK3Generator:
         digest.update(pixel_values.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
         grown = given[token_index].tolist()
         return grown, embeds, {places[b - 1] for b in boundaries}, extra_key + digest.digest()
-
-
-def _whole(where: str, name: str, value: Any, least: int | None = None) -> int:
-    found = as_int(value)
-    if found is None or (least is not None and found < least):
-        kind = "a whole number" if least is None else f">= {least}"
-        raise ValueError(f"{where}: want {name} {kind}, got {value!r}")
-    return found
-
-
-def _token_ids(prompt: Any, vocabulary: int) -> list[int]:
-    given = getattr(prompt, "ids", prompt)
-    given = given.tolist() if hasattr(given, "tolist") else given
-    if isinstance(given, (str, bytes, dict, set)) or not isinstance(given, Iterable):
-        raise ValueError(f"add: want prompt to be token ids or a ChatEncoding, got {prompt!r}")
-    given = list(given)
-    ids = [token for token in map(as_int, given) if token is not None and 0 <= token < vocabulary]
-    if not ids or len(ids) < len(given):
-        wrong = [token for token in given if (found := as_int(token)) is None or not 0 <= found < vocabulary]
-        raise ValueError(f"add: want a prompt of ids in 0..{vocabulary - 1}, not empty, got {wrong[:3]}")
-    return ids
-
-
-def _output(request: Request, token: int, logits_V: Tensor) -> RequestOutput:
-    """What a request gains with its next token, and whether that ends it."""
-    params, output = request.params, RequestOutput(request.rid, [token])
-    if params.logprobs is not None:
-        output.logprobs = [_logprobs(logits_V, token, params.logprobs)]
-    is_end = token in request.ends
-    if request.decoder is not None and not is_end:
-        output.text = request.shown.feed(request.decoder.feed(token))
-    is_long = len(request.tokens) + 1 - len(request.prompt) >= params.max_new_tokens
-    reason = "stop" if is_end else "stop_string" if request.shown.is_stopped else "length" if is_long else None
-    if reason is not None and request.decoder is not None:
-        output.text += request.shown.feed(request.decoder.finish()) + request.shown.finish()
-    output.finish_reason = reason
-    return output
-
-
-def _is_plain_greedy(params: SamplingParams) -> bool:
-    return params.temperature == 0 and not params.has_penalties and params.logits_processor is None
-
-
-class _HookError(Exception):
-    """A caller's logits hook raised, or gave something else than logits [V]."""
-
-
-def _processed(hook: Callable[[list[int], Tensor], Tensor], tokens: list[int], logits_V: Tensor) -> Tensor:
-    """What a logits hook makes of a row."""
-    try:
-        out = hook(list(tokens), logits_V)
-    except Exception as error:
-        raise _HookError(f"{type(error).__name__}: {error}") from error
-    if not isinstance(out, Tensor) or out.shape != logits_V.shape or not out.is_floating_point():
-        given = f"{out.dtype} {list(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
-        raise _HookError(f"want floating-point logits {list(logits_V.shape)} from it, got {given}")
-    return out
-
-
-def _logprobs(logits_V: Tensor, token: int, count: int) -> TokenLogprobs:
-    values_V = torch.log_softmax(logits_V.double(), -1)
-    best = values_V.topk(min(count, values_V.shape[0])) if count else None
-    top = {} if best is None else dict(zip(best.indices.tolist(), best.values.tolist()))
-    return TokenLogprobs(float(values_V[token]), top)

@@ -125,7 +125,6 @@ class Request:
     last_token_at: float = 0.0
     text: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    finish_reason: str | None = None
     error: str | None = None
 
     def __post_init__(self) -> None:

@@ -21,7 +21,7 @@ import torch.distributed.nn.functional  # before there is a group: its default a
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 AXES = ("dp", "tp")
-_MESHES: weakref.WeakSet[DeviceMesh] = weakref.WeakSet()
+_MESHES: list[weakref.ref[DeviceMesh]] = []  # by identity: equal meshes hold groups of their own
 
 
 def start(backend: str | None = None, timeout_seconds: float = 60.0, device: str | None = None) -> torch.device:
@@ -64,8 +64,9 @@ def stop() -> None:
 
     dist.destroy_process_group()
     forget_groups()
-    for mesh in list(_MESHES):
+    for mesh in filter(None, (reference() for reference in _MESHES)):
         getattr(mesh, "_pg_registry", {}).clear()
+    _MESHES.clear()
     gc.collect()
 
 
@@ -102,7 +103,7 @@ def make_mesh(tp: int = 1, ep: int | None = None, device_type: str = "cpu") -> D
     mesh = init_device_mesh(device_type, (world // tp, tp), mesh_dim_names=AXES)
     if ep is not None:
         mesh.ep_axis = mesh._flatten("ep")  # type: ignore[attr-defined]
-    _MESHES.add(mesh)
+    _MESHES.append(weakref.ref(mesh))
     return mesh
 
 

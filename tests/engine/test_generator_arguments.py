@@ -51,7 +51,8 @@ def test_what_is_no_prompt_is_named(gen, prompt, given):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [((5,), "generate: want prompts .* got 5"), (("ab",), "generate: want prompts .* got 'ab'"),
-     (([5, 6, 7],), "add: want prompt .* got 5"), (([[5]], {"n": 2}), "add: want params .* got {'n': 2}"),
+     (([5, 6, 7],), r"generate: want prompts .* got token ids \[5, 6, 7\]"),
+     (([[5]], {"n": 2}), "add: want params .* got {'n': 2}"),
      (([[5]], [SamplingParams()] * 2), "generate: want one SamplingParams or 1, got 2")],
 )  # fmt: skip
 def test_what_is_wrong_with_a_list_of_prompts_is_said(gen, arguments, message):
@@ -130,3 +131,23 @@ def test_what_is_wrong_with_one_row_ends_that_request_alone(gen, fault):
     assert fine.finish_reason == "length" and len(fine.token_ids) == 6
     gen.index.clear()
     assert gen.pool.num_slots == gen.pool.num_blocks == 0
+
+
+@pytest.mark.parametrize("position", [0, -3, 4, -100])
+def test_positions_are_those_of_the_given_ids(gen, position):
+    with pytest.raises(ValueError, match=f"^add: want snapshot_at in 1..3, got .{position}"):
+        gen.add([5, 6, 7], snapshot_at=[position])
+
+
+def test_what_is_no_model_or_tokenizer_is_named(demo):
+    with pytest.raises(ValueError, match="want model to be a KimiK3ForCausalLM, got str"):
+        KimiK3Generator("kimi_k3/demo")
+    with pytest.raises(ValueError, match="want tokenizer to be a KimiK3Tokenizer, got str"):
+        KimiK3Generator(demo, "x")
+    with pytest.raises(ValueError, match="want memory or num_blocks, got both: 1000 and 20"):
+        KimiK3Generator(demo, memory=1000, num_blocks=20)
+
+
+def test_a_budget_of_experts_wants_a_placement(gen):
+    with pytest.raises(ValueError, match="limit_experts: want budget >= 0, and 0 where placement is None"):
+        gen.limit_experts(None, 1.0)

@@ -193,7 +193,7 @@ def test_what_fails_after_the_hook_is_not_said_to_be_the_hook(gen, monkeypatch):
     def broken(*_):
         raise RuntimeError("out of range")
 
-    monkeypatch.setattr("kimi_k3.engine.generator.sample", broken)
+    monkeypatch.setattr("kimi_k3.engine.row_sampling.sample", broken)
     many = [SamplingParams(max_new_tokens=3, logits_processor=lambda ids, row: row), SamplingParams(max_new_tokens=3)]
     bad, good = gen.generate([PROMPT, PROMPT], many)
     assert bad.error == "sampling: RuntimeError: out of range" and good.finish_reason == "length"
@@ -449,3 +449,110 @@ def test_ten_thousand_short_requests_leak_nothing(demo):
             assert gen.pool.num_slots == gen.pool.num_blocks == 0 and not gen._results | gen._own_results
             peak.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
         assert peak[-1] - peak[20] < 8 * 1024  # KiB
+
+
+def test_the_event_loop_waits_for_no_forward(gen, monkeypatch):
+    """While a forward runs others add, read, abort and listen; requests that come meanwhile join the next step together."""
+    run, may_go_on, is_running = gen.runner.run, threading.Event(), threading.Event()
+
+    def slow(pieces):
+        is_running.set()
+        assert may_go_on.wait(60)
+        return run(pieces)
+
+    async def collect(prompt, new):
+        return [o async for o in gen.astream(prompt, SamplingParams(max_new_tokens=new))]
+
+    async def main():
+        monkeypatch.setattr(gen.runner, "run", slow)
+        tasks = [asyncio.create_task(collect(PROMPT, 6))]
+        while not is_running.is_set():
+            await asyncio.sleep(0.001)
+        tasks += [asyncio.create_task(collect([9 + i, *PROMPT], 6)) for i in range(3)]
+        cancelled = asyncio.create_task(collect([99, *PROMPT], 6))
+        rid = gen.add([7, *PROMPT], SamplingParams(max_new_tokens=6))
+        await asyncio.sleep(0.01)
+        assert gen.stats()["waiting"] == 5 and gen.has_unfinished()
+        cancelled.cancel()
+        gen.abort(rid)  # both when the step ends
+        await asyncio.sleep(0.01)
+        monkeypatch.setattr(gen.runner, "run", run)
+        may_go_on.set()
+        streams = await asyncio.gather(*tasks)
+        assert cancelled.cancelled() and gen.result(rid).finish_reason == "abort"
+        return streams
+
+    before = gen.num_steps
+    streams = asyncio.run(main())
+    assert gen.num_steps - before <= 8 and not gen._listeners
+    assert [o.finish_reason for o in gen.step()] == ["abort"] and not gen.has_unfinished()
+    for prompt, outputs in zip([PROMPT, *([9 + i, *PROMPT] for i in range(3))], streams):
+        (expected,) = gen.generate([prompt], SamplingParams(max_new_tokens=6))
+        assert [t for o in outputs for t in o.token_ids] == expected.token_ids
+
+
+def test_async_streams_step_in_one_thread_and_leave_none(gen, monkeypatch):
+    threads, run = set(), gen.runner.run
+
+    def told(pieces):
+        threads.add(threading.current_thread())
+        return run(pieces)
+
+    async def main():
+        async def collect(i):
+            return [o async for o in gen.astream([9 + i, *PROMPT], SamplingParams(max_new_tokens=5))]
+
+        await asyncio.gather(*(collect(i) for i in range(5)))
+
+    monkeypatch.setattr(gen.runner, "run", told)
+    asyncio.run(main())
+    (thread,) = threads
+    thread.join(10)
+    assert thread is not threading.main_thread() and not thread.is_alive() and gen._step_thread is None
+
+
+def test_a_failing_step_ends_the_async_streams_with_its_exception(gen, monkeypatch):
+    def broken(pieces):
+        raise RuntimeError("no forward today")
+
+    async def collect(i):
+        return [o async for o in gen.astream([9 + i, *PROMPT], SamplingParams(max_new_tokens=5))]
+
+    async def main():
+        return await asyncio.gather(*(collect(i) for i in range(3)), return_exceptions=True)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gen.runner, "run", broken)
+        assert [str(error) for error in asyncio.run(main())] == ["no forward today"] * 3
+    assert not gen.has_unfinished() and not gen._listeners
+    assert all(len(outputs) == 5 for outputs in asyncio.run(main()))  # and the next ones are served
+
+
+def test_streams_whose_loop_was_closed_are_aborted(gen):
+    loop = asyncio.new_event_loop()
+    stream = gen.astream(PROMPT, SamplingParams(max_new_tokens=3000))
+    loop.run_until_complete(anext(stream))
+    thread = gen._step_thread
+    loop.close()
+    thread.join(30)
+    assert not thread.is_alive() and not gen.has_unfinished() and not gen._listeners
+
+
+def test_an_aborted_request_keeps_the_text_of_its_tokens(gen, tokenizer):
+    tokens = gen.generate([PROMPT], SamplingParams(max_new_tokens=8))[0].token_ids
+    text = tokenizer.decode(tokens)
+    rid = gen.add(PROMPT, SamplingParams(max_new_tokens=20, stop=[text + "and what never comes"]))
+    outputs = [output for _ in range(8) for output in gen.step()]
+    assert "".join(output.text for output in outputs) == ""  # it may all be the stop text
+    gen.abort(rid)
+    outputs += gen.step()
+    assert gen.result(rid).text == "".join(output.text for output in outputs) == text
+
+
+def test_a_hook_without_numbers_costs_nobody_a_hit(gen):
+    gen.generate([PROMPT], SamplingParams(max_new_tokens=1))
+    hook = SamplingParams(max_new_tokens=1, logits_processor=lambda ids, row: row * float("nan"))
+    (result,) = gen.generate([PROMPT], hook)
+    assert result.finish_reason == "error"
+    (again,) = gen.generate([PROMPT], SamplingParams(max_new_tokens=1))
+    assert again.reused_tokens == len(PROMPT)

@@ -19,7 +19,8 @@ def gloo_threads() -> list[str]:
 
 
 def threads_around_stop(tp: int, ep: int | None) -> tuple[int, int]:
-    mesh = make_mesh(tp=tp, ep=ep)
+    make_mesh(tp=tp, ep=ep)
+    mesh = make_mesh(tp=tp, ep=ep)  # equal to the other, with groups of its own
     model = KimiK3ForCausalLM.from_pretrained(DEMO, mesh=mesh, progress=False)
     with KimiK3Generator(model, data_parallel=tp == 1) as gen:
         gen.generate([[1, 2, 3]], SamplingParams(max_new_tokens=2))

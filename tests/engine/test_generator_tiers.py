@@ -450,6 +450,29 @@ def test_fifty_kills_in_the_middle_of_writes_leave_right_tokens(demo, tmp_path):
     kill_in_the_middle_of_writes(demo, tmp_path, 50)
 
 
+def test_a_tier_serves_one_generator_and_keeps_what_that_has_stored(demo):
+    """A second generator over the same tier would take what the first one has stored with it when it closes."""
+    tier, prompt = HostTier(1 << 27), prompt_of(200, 1)
+    with KimiK3Generator(demo, tiers=(tier,), **SMALL) as gen:
+        ask(gen, demo, prompt)
+        gen.index.clear()
+        gen.tiers.stack.flush()
+        with pytest.raises(ValueError, match=r"^HostTier: want a tier .* in use"):
+            KimiK3Generator(demo, tiers=(tier,), **SMALL)
+        assert ask(gen, demo, [*prompt, 9]) <= 1
+    for tiers, state in (((tier,), "closed"), ((HostTier(1 << 27),) * 2, "twice")):
+        with pytest.raises(ValueError, match=f"^HostTier: want a tier .* {state}"):
+            KimiK3Generator(demo, tiers=tiers, **SMALL)
+
+
+def test_two_generators_share_a_folder(demo, tmp_path):
+    prompt = prompt_of(200, 1)
+    with KimiK3Generator(demo, tiers=(DiskTier(tmp_path, 1 << 28),), **SMALL) as one:
+        with KimiK3Generator(demo, tiers=(DiskTier(tmp_path, 1 << 28),), **SMALL) as two:
+            assert ask(two, demo, prompt) == 200
+        assert ask(one, demo, [*prompt, 9]) <= 1
+
+
 @pytest.mark.parametrize("at_the_end", [False, True])
 def test_what_the_queue_refuses_is_not_taken_to_be_stored(demo, tmp_path, at_the_end):
     """A path larger than the queue: stored again once there is room; at the end of the generator all of it is."""

@@ -133,7 +133,8 @@ def metrics_of(stats: Mapping[str, Any]) -> list[Metric]:
         out += _take(_TRANSFERS, [({}, transfers)])
         left |= {f"transfers_{key}": value for key, value in transfers.items()}
     for key in sorted(key for key, value in left.items() if isinstance(value, (int, float))):
-        out.append(Metric(f"{key}_total", "counter", f"Since the start: {key.replace('_', ' ')}.", [({}, float(left[key]))]))
+        text = f"Since the start: {key.replace('_', ' ')}."
+        out.append(Metric(f"{key}_total", "counter", text, [({}, float(left[key]))]))
     return [metric for metric in out if metric.samples or metric.kind == "summary"]
 
 

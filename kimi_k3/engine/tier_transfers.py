@@ -13,6 +13,7 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -132,7 +133,7 @@ class TierStack:
         self._is_closed = False
         for index, tier in enumerate(self.tiers):
             try:
-                tier.take(lambda key, index=index: self._demote(key, index))
+                tier.take(partial(self._demote, index=index))
             except ValueError:
                 for earlier in self.tiers[:index]:
                     earlier.on_evict = None

@@ -398,7 +398,8 @@ class RemoteTier(Tier):
         super().__init__(SERVER_BYTES, latents, snapshots)
         timeout, pause = as_float(timeout_s), as_float(pause_s)
         if timeout is None or pause is None or not timeout > 0 or not pause >= 0:
-            raise ValueError(f"RemoteTier: want timeout_s > 0 and pause_s >= 0 seconds, got {timeout_s!r} and {pause_s!r}")
+            got = f"{timeout_s!r} and {pause_s!r}"
+            raise ValueError(f"RemoteTier: want timeout_s > 0 and pause_s >= 0 seconds, got {got}")
         try:
             import valkey
             from valkey.backoff import NoBackoff

@@ -546,14 +546,15 @@ def test_what_was_restored_is_not_stored_again(demo):
             before = Counter(store.counts)
             gen.index.clear()
             store.stack.flush()
-            return tuple(store.counts[k] - before[k] for k in ("stored_blocks", "stored_snapshots")), tier.stats()["puts"]
+            blocks, states = (store.counts[k] - before[k] for k in ("stored_blocks", "stored_snapshots"))
+            return blocks, states, tier.stats()["puts"]
 
         ask(gen, demo, prompt)
-        (blocks, states), puts = leave()
+        blocks, states, puts = leave()
         assert blocks >= 5 and states >= 1 and len(store.known) == 0  # nothing is remembered of what has left
         gen.generate([[*prompt, 9]], SamplingParams(max_new_tokens=1))
         assert store.counts["fetches"] == 1 and store.counts["restored_tokens"] == 300
-        assert leave() == ((1, 1), puts + 1 + len(store.slices))  # the last block and the state with one more token
+        assert leave() == (1, 1, puts + 1 + len(store.slices))  # the last block and the state with one more token
 
 
 def test_a_preempted_requests_blocks_are_hashed_once(demo, monkeypatch):

@@ -15,7 +15,8 @@ from kimi_k3.engine.tiers import DiskTier, HostTier
 from kimi_k3.parallel.placement import ExpertPlacement
 from kimi_k3.parallel.traces import read_trace
 
-LABEL = r'[a-zA-Z_][a-zA-Z0-9_]*="(?:[^"\\\n]|\\[\\"n])*"'  # a backslash before itself, a quote or an n, and nowhere else
+# A backslash stands before itself, a quote or an n, and nowhere else.
+LABEL = r'[a-zA-Z_][a-zA-Z0-9_]*="(?:[^"\\\n]|\\[\\"n])*"'
 SAMPLE = re.compile(rf"([a-z_][a-z0-9_]*)(?:\{{({LABEL}(?:,{LABEL})*)\}})? (-?[0-9]+(?:\.[0-9]+)?(?:e[+-][0-9]+)?)")
 
 
@@ -43,7 +44,8 @@ def parse(text: str) -> dict[str, dict[frozenset, float]]:
             if kinds[current] == "summary" and not labels:
                 assert match[1] == current + ("_count" if before.startswith(f"{current}_sum ") else "_sum"), line
             else:
-                assert match[1] == current and (kinds[current] == "summary") == any(n == "quantile" for n, _ in pairs), line
+                assert match[1] == current, line
+                assert (kinds[current] == "summary") == any(name == "quantile" for name, _ in pairs), line
             if kinds[current] == "counter" or match[1].endswith("_count"):
                 assert value >= 0
             assert labels not in families.setdefault(match[1], {})
@@ -142,15 +144,12 @@ def test_tiers_have_counters_and_sizes_by_name_and_the_traffic_its_own(demo, tmp
     found, by_tier = parse(text), stats["tiers"]["by_tier"]
     transfers = stats["tiers"] | by_tier["transfers"]
     assert by_tier["disk"]["hits"] > 0 and by_tier["host"]["evicted"] > 0 and transfers["restored_tokens"] > 0
-    for key, name in {"io": "io_errors", "timeout": "timeouts"}.items() | {
-        (k, k) for k in ("hits", "misses", "puts", "refused", "evicted", "damaged", "foreign")
-    }:
-        assert found[f"kimi_k3_tier_{name}_total"] == {labels(tier=tier): by_tier[tier][key] for tier in ("host", "disk")}
-    for key in ("entries", "bytes"):
-        assert found[f"kimi_k3_tier_{key}"] == {labels(tier=tier): by_tier[tier][key] for tier in ("host", "disk")}
-    for key, name in {"stored": "written", "stored_bytes": "written_bytes"}.items() | {
-        (k, k) for k in ("stored_blocks", "stored_snapshots", "fetches", "restored_tokens", "demoted", "fetched_bytes")
-    }:
+    names = {f"{k}_total": k for k in ("hits", "misses", "puts", "refused", "evicted", "damaged", "foreign")}
+    names |= {"io_errors_total": "io", "timeouts_total": "timeout", "entries": "entries", "bytes": "bytes"}
+    for name, key in names.items():
+        assert found[f"kimi_k3_tier_{name}"] == {labels(tier=tier): by_tier[tier][key] for tier in ("host", "disk")}
+    keys = ("stored_blocks", "stored_snapshots", "fetches", "restored_tokens", "demoted", "fetched_bytes")
+    for name, key in ({k: k for k in keys} | {"written": "stored", "written_bytes": "stored_bytes"}).items():
         assert found[f"kimi_k3_transfers_{name}_total"] == {labels(): transfers[key]} and transfers[key] > 0
     assert found["kimi_k3_transfers_read_seconds_total"][labels()] == pytest.approx(transfers["read_us"] / 1e6)
     assert found["kimi_k3_transfers_pending_bytes"] == {labels(): 0}
@@ -193,7 +192,8 @@ def test_expert_counts_are_the_routers_choices(smooth, chosen, tmp_path, is_inva
     tokens, topk = stats["prefill_tokens"] + stats["decode_tokens"], config.num_experts_per_token
     assert counts.shape == (len(chosen.ids), config.num_experts) and counts.dtype == torch.int64
     assert counts.sum(1).tolist() == [tokens * topk] * len(chosen.ids)
-    trace = read_trace(path, config.num_experts)
+    trace = read_trace(path)
+    assert trace.num_experts == config.num_experts
     assert trace.layers == list(chosen.ids)
     for row, (layer_idx, ids) in zip(counts, chosen.ids.items()):
         ids_TA = torch.cat(ids)

@@ -142,7 +142,7 @@ def test_a_tier_belongs_to_one_stack(make, tmp_path):
     host, disk = HostTier(1 << 20), DiskTier(tmp_path, 1 << 20)
     stack = make(host, disk)
     for tiers in ((host,), (HostTier(1 << 20), disk), (disk,)):
-        with pytest.raises(ValueError, match=f"^{type(tiers[-1]).__name__}: want a tier that is open and free, got .*use"):
+        with pytest.raises(ValueError, match=f"^{type(tiers[-1]).__name__}: want .* got one that is in use"):
             TierStack(tiers)
     assert stack.store(key(1), entry(1)) and stack.flush(5) and same(host.get(key(1)), entry(1))
     stack.close()

@@ -8,7 +8,8 @@ that all requests together held at any time of a run where nothing was short, di
 latents, KDA slots, snapshots at message ends, prefix sharing, parking and a host tier behave as in the engine; the stride
 of snapshots inside long messages is left out. Times are those of an assumed machine (`Machine`): compare, do not quote.
 `fcfs_512` is fcfs with 512 instead of 2,048 tokens a step. --experts: each expert's share of a layer's tokens, a Zipf law
-in another order for each layer, or a recording of K3 (`read_routing` tells the forms; a short one hides rare experts).
+in another order for each layer, or a recording of K3 (kimi_k3/parallel/traces.py tells the forms; a short one hides rare
+experts).
 """
 
 import argparse
@@ -24,6 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from kimi_k3.engine.scheduler import SCHEDULERS, Candidate, Pace, Resources, Schedule
+from kimi_k3.parallel.traces import read_trace
 
 BLOCK = 64
 KDA_STATE_BYTES = 69 * 96 * 128 * 128 * 4
@@ -596,31 +598,32 @@ def zipf_shares(exponent: float, seed: int) -> np.ndarray:
     return np.stack([rng.permutation(share) for _ in range(MOE_LAYERS)])
 
 
-def read_routing(path: Path) -> np.ndarray:
-    """[layers, tokens, chosen] expert numbers; the layer with fewest tokens counts.
+def read_routing(path: Path, option: str, least: int) -> np.ndarray:
+    """[layers, tokens, chosen] expert numbers; the layer with fewest tokens counts. It wants `least` tokens."""
+    try:
+        trace = read_trace(path, topk=TOPK)
+        if trace.num_tokens < least:
+            raise ValueError(f"{trace.num_tokens} tokens, want at least {least}")
+        return np.stack([trace.topk_ids(layer)[: trace.num_tokens] for layer in trace.layers])
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{option}: want a recording of routing, got {path}: {error}") from error
 
-    Forms: .bin, little-endian uint32 (layer, expert) pairs, 16 for a token; JSON lines {"step", "layer", "top_indices"}
-    (Megatron's: a row for each token of a step) or {"tok", "layers"} (a token a line, a row for each layer).
-    """
-    by_layer: dict[int, list[list[int]]] = {}
-    if path.suffix == ".bin":
-        pairs = np.frombuffer(path.read_bytes(), "<u4").reshape(-1, TOPK, 2)
-        for row in pairs:
-            by_layer.setdefault(int(row[0, 0]), []).append(row[:, 1].tolist())
-    else:
-        for line in path.read_text().splitlines():
-            record = json.loads(line)
-            if "top_indices" in record:
-                by_layer.setdefault(record["layer"], []).extend(record["top_indices"])
-            else:
-                for layer, ids in enumerate(record["layers"]):
-                    by_layer.setdefault(layer, []).append(ids)
-    shortest = min(map(len, by_layer.values()))
-    return np.array([by_layer[layer][:shortest] for layer in sorted(by_layer)])
+
+def expert_shares(text: str, seed: int) -> np.ndarray:
+    """What --experts asks for, [layers, experts]."""
+    kind, _, value = text.partition(":")
+    if kind == "zipf":
+        try:
+            return zipf_shares(float(value), seed)
+        except ValueError:
+            raise SystemExit(f"--experts: want a number as exponent, such as zipf:0.5, got {text!r}") from None
+    if not Path(text).is_file():
+        raise SystemExit(f"--experts: want zipf:EXPONENT or the file of a recording, got {text!r}")
+    return recorded_shares(Path(text))
 
 
 def recorded_shares(path: Path) -> np.ndarray:
-    ids_LTA = read_routing(path)
+    ids_LTA = read_routing(path, "--experts", 1)
     if ids_LTA.max() >= EXPERTS or ids_LTA.shape[2] != TOPK:
         raise SystemExit(
             f"--experts: want {TOPK} of {EXPERTS} experts, got {ids_LTA.shape[2]} up to {ids_LTA.max()} in {path}"
@@ -634,7 +637,7 @@ def compose(path: Path, ranks: int, batch: int, trials: int, seed: int, history:
     random: any; predicted: chosen one by one for the least load of the busiest rank, summed over layers, by the last
     `history` tokens of each; oracle: the same by the next tokens themselves.
     """
-    ids_LTA = read_routing(path)
+    ids_LTA = read_routing(path, "--compose", history + 1)
     layers, tokens, _ = ids_LTA.shape
     per_rank = -(-(int(ids_LTA.max()) + 1) // ranks)
     load_TLR = np.zeros((tokens, layers, ranks))
@@ -664,6 +667,7 @@ def compose(path: Path, ranks: int, batch: int, trials: int, seed: int, history:
 
 # The table.
 
+POLICIES = (*SCHEDULERS, *(f"{name}_512" for name in SCHEDULERS))
 COLUMNS = {
     "first_token_p50_s": "first p50 s", "first_token_p95_s": "p95 s", "gap_p50_ms": "gap p50 ms", "gap_p95_ms": "p95 ms",
     "gap_p99_ms": "p99 ms", "tokens_per_s": "tokens/s", "goodput_tokens_per_s": "goodput", "preempted": "preempted",
@@ -690,6 +694,8 @@ def simulate(
 ) -> list[dict]:  # fmt: skip
     """A row for each policy, the first for memory without end."""
     sessions = TRACES[trace](random.Random(seed), seconds)
+    if not sessions:
+        raise SystemExit(f"--seconds: want time for an arrival of {trace}, got {seconds:g}")
     free = Simulation(sessions, SCHEDULERS["fcfs"], machine, experts, 10**8, 0, max_num_seqs=10**6)
     free.run()
     total_blocks = int(free.peak_blocks / oversubscription)
@@ -707,7 +713,7 @@ def simulate(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--traces", default="chat,bursts,mixed,talk", help=f"of {', '.join(TRACES)}")
-    parser.add_argument("--policies", default="fcfs,fcfs_512,dependency_aware")
+    parser.add_argument("--policies", default="fcfs,fcfs_512,dependency_aware", help=f"of {', '.join(POLICIES)}")
     parser.add_argument("--oversubscription", type=float, default=2.0)
     parser.add_argument("--seconds", type=float, default=60, help="of arrivals; each run goes on until all are served")
     parser.add_argument("--tier-gb", type=float, default=64, help="host tier of each rank; 0: none")
@@ -728,14 +734,17 @@ def main() -> None:
         for row in rows:
             print(", ".join(f"{key} {value:.3g}" for key, value in row.items()))
     else:
-        kind, _, value = args.experts.partition(":")
-        machine = Machine()
-        shares = zipf_shares(float(value), args.seed) if kind == "zipf" else recorded_shares(Path(args.experts))
-        experts, bounds = ExpertLoad(shares, machine), (args.first_token_s, args.gap_ms / 1e3)
-        rows = []
-        for trace in args.traces.split(","):
+        traces, policies, machine = args.traces.split(","), args.policies.split(","), Machine()
+        for option, given, known in (("traces", traces, TRACES), ("policies", policies, POLICIES)):
+            if unknown := [name for name in given if name not in known]:
+                raise SystemExit(f"--{option}: want some of {', '.join(known)}, got {unknown[0]!r}")
+        if not args.oversubscription > 0:
+            raise SystemExit(f"--oversubscription: want more than 0, got {args.oversubscription:g}")
+        experts = ExpertLoad(expert_shares(args.experts, args.seed), machine)
+        bounds, rows = (args.first_token_s, args.gap_ms / 1e3), []
+        for trace in traces:
             done = simulate(
-                trace, args.policies.split(","), args.oversubscription, args.seconds, args.tier_gb * 1e9, experts, machine,
+                trace, policies, args.oversubscription, args.seconds, args.tier_gb * 1e9, experts, machine,
                 bounds, args.seed,
             )  # fmt: skip
             show(done, has_header=not rows)

@@ -6,10 +6,11 @@
 Without --compare: users who each hold a chat, the next turn sent as soon as the last reply is there. Memory holds the
 chats of --users users at their ends, with one KDA state each; load is what all users want over what there is. It is
 raised by more users, or by longer turns of as many users, for both schedulers, with and without a host tier; at twice the
-memory also with a tier that takes 50 ms for each read. FOLDER gets stress_memory_wall.csv and .png.
+memory also with a tier that takes 50 ms for each read. FOLDER gets stress_memory_wall.csv and, with matplotlib, .png.
 
-With --compare: three traces of arrivals at half of the memory that they take when nothing is short, measured first.
-Goodput counts the tokens of requests within both bounds.
+With --compare: three traces of arrivals at half of the memory that they take when nothing is short, measured first, and
+twice the work that fits into their time. Goodput counts the tokens of requests with a first token within 60, and a p95
+between tokens within 5, decode steps of 8 rows.
 
 --clock cpu counts this process's CPU seconds instead of wall seconds, for a machine that is not idle; use one thread then.
 The run fails if memory runs out or a request is lost.
@@ -18,7 +19,6 @@ The run fails if memory runs out or a request is lost.
 import argparse
 import csv
 import heapq
-import json
 import math
 import random
 import resource
@@ -37,6 +37,10 @@ from kimi_k3.engine.device_pools import PoolLayout
 from kimi_k3.engine.tiers import HostTier
 
 BLOCK = 64
+MAX_NUM_SEQS, MAX_TOKENS_PER_STEP = 32, 512
+USER_TOKENS = 96  # of each turn
+UTILISATION = 2.0  # of --compare: work that arrives, over what fits into its time
+OVERSUBSCRIPTION = 2.0  # and the memory that it takes when nothing is short, over what there is
 SLOW_READ_S = 0.05
 HOST_BYTES = 1 << 30
 
@@ -191,7 +195,7 @@ class Row:
     gap_p99_ms: float
     longest_wait_s: float
     longest_wait_steps: int
-    goodput_tokens_per_s: float  # within the bounds of --first-token-s and --gap-ms
+    goodput_tokens_per_s: float  # within both bounds
     within: int  # requests within both bounds
     decision_share: float  # of the steps' time
     decision_us: float
@@ -381,7 +385,7 @@ def memory_wall(setup: Setup, args: argparse.Namespace) -> list[Row]:
     loads = [float(load) for load in args.loads.split(",")]
 
     def users(number: int, factor: float = 1.0) -> list[Session]:
-        turns = [Turn(int(args.user_tokens * factor), args.reply_tokens) for _ in range(args.turns)]
+        turns = [Turn(int(USER_TOKENS * factor), args.reply_tokens) for _ in range(args.turns)]
         # One after another within a moment: nobody's first turn waits for all others to be put in.
         return [Session(1e-3 * i, (f"user {i}", 16), turns) for i in range(number)]
 
@@ -403,11 +407,11 @@ def memory_wall(setup: Setup, args: argparse.Namespace) -> list[Row]:
                     rows.append(setup.run(axis, sessions, scheduler, tier, load, memory)[0])
     twice = min(loads, key=lambda load: abs(load - 2))
     slow = setup.run("concurrency", users(round(args.users * twice)), "dependency_aware", "slow", twice, memory)[0]
-    summarize(rows, slow, args.first_token_s)
+    summarize(rows, slow)
     return [*rows, slow]
 
 
-def summarize(rows: list[Row], slow: Row, first_token_s: float | None) -> None:
+def summarize(rows: list[Row], slow: Row) -> None:
     ours = [r for r in rows if r.what == rows[0].what and r.scheduler == "dependency_aware"]
     by_tier = {tier: [r for r in ours if r.tier == tier] for tier in ("off", "host")}
     host = by_tier["host"]
@@ -417,7 +421,7 @@ def summarize(rows: list[Row], slow: Row, first_token_s: float | None) -> None:
             f"throughput with the host tier at {row.load:g} x: {row.tokens_per_s / peak:.2f} of its peak (at 2 x: >= 0.7)"
         )
     base = min(by_tier["off"], key=lambda row: abs(row.load - 1))
-    bound = first_token_s or 2 * base.first_token_p95_s
+    bound = 2 * base.first_token_p95_s
     counts = {tier: users_within(found, bound) for tier, found in by_tier.items()}
     print(
         f"users served with a p95 of the first token within {bound:.3g} s: {counts['host']:.1f} with the host tier, "
@@ -506,7 +510,7 @@ def calibrate(setup: Setup) -> tuple[float, float]:
 
 def compare(setup: Setup, args: argparse.Namespace) -> list[Row]:
     token_s, step_s = calibrate(setup)
-    setup.bounds = Bounds(args.first_token_s or 60 * step_s, args.gap_ms / 1e3 if args.gap_ms else 5 * step_s)
+    setup.bounds = Bounds(60 * step_s, 5 * step_s)
     print(f"prefill {1 / token_s:.0f} tokens/s, a step of 8 rows {1e3 * step_s:.1f} ms; goodput: first token within "
           f"{setup.bounds.first_token_s:.2f} s, p95 between tokens within {1e3 * setup.bounds.gap_s:.0f} ms")  # fmt: skip
     layout = PoolLayout(setup.model, BLOCK)
@@ -517,7 +521,7 @@ def compare(setup: Setup, args: argparse.Namespace) -> list[Row]:
         shared = sum({s.prefix[0]: s.prefix[1] for s in sessions}.values())
         turns = [turn for s in sessions for turn in s.turns]
         work_s = (shared + sum(t.user for t in turns)) * token_s + sum(t.reply for t in turns) * step_s / 8
-        span = work_s / args.utilisation
+        span = work_s / UTILISATION
         for session in sessions:
             session.arrival_s *= span
             for turn in session.turns:
@@ -526,12 +530,12 @@ def compare(setup: Setup, args: argparse.Namespace) -> list[Row]:
         plenty = most * layout.block_bytes
         free, done = setup.run(f"{name}, enough", sessions, "fcfs", "off", 0.0, plenty)
         rows.append(free)
-        pages = max(math.floor(done.peak_blocks / args.oversubscription / layout.blocks_per_page), 4)
+        pages = max(math.floor(done.peak_blocks / OVERSUBSCRIPTION / layout.blocks_per_page), 4)
         longest = max(s.num_tokens for s in sessions)
         pages = max(pages, 2 + math.ceil((longest / BLOCK + 1) / layout.blocks_per_page))
         load = done.peak_blocks / layout.blocks_per_page / pages
         pair = [
-            setup.run(name, sessions, scheduler, args.tier, load, pages * layout.page_bytes)[0]
+            setup.run(name, sessions, scheduler, "host", load, pages * layout.page_bytes)[0]
             for scheduler in ("fcfs", "dependency_aware")
         ]
         rows += pair
@@ -560,46 +564,32 @@ def main(argv: list[str] | None = None) -> list[Row]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=Path(kimi_k3.__file__).parent / "demo")
     parser.add_argument("--out", type=Path, required=True, help="folder of the CSV and the PNG")
-    parser.add_argument("--no-plot", action="store_true", help="the CSV alone, without matplotlib")
     parser.add_argument("--loads", default="0.5,1,2,4")
     parser.add_argument("--raise", dest="axes", default="concurrency,context")
     parser.add_argument("--users", type=int, default=8, help="chats that memory holds")
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--user-tokens", type=int, default=96, help="of each turn")
     parser.add_argument("--reply-tokens", type=int, default=24, help="of each turn")
-    parser.add_argument("--max-num-seqs", type=int, default=32)
-    parser.add_argument("--max-tokens-per-step", type=int, default=512)
     parser.add_argument("--compare", action="store_true", help="the schedulers on traces of arrivals")
     parser.add_argument("--traces", default="chat,bursts,mixed")
     parser.add_argument("--sessions", type=int, default=40, help="of each trace")
-    parser.add_argument(
-        "--utilisation", type=float, default=2.0, help="work that arrives, over what fits into its time"
-    )
-    parser.add_argument("--oversubscription", type=float, default=2.0)
-    parser.add_argument("--tier", choices=("off", "host"), default="host", help="of --compare")
-    parser.add_argument("--first-token-s", type=float, help="bound; default: from the run itself")
-    parser.add_argument("--gap-ms", type=float, help="bound of a request's p95; default: 5 decode steps of 8 rows")
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true", help="the last line of the output is one JSON object")
     args = parser.parse_args(argv)
-    if not (args.no_plot or args.compare) and find_spec("matplotlib") is None:
-        raise SystemExit('the plot needs matplotlib: pip install "kimi-k3[plot]", or --no-plot for the CSV alone')
     if set(args.axes.split(",")) - {"concurrency", "context"} or set(args.traces.split(",")) - set(TRACES):
         raise SystemExit(f"want --raise of concurrency, context and --traces of {', '.join(TRACES)}")
+    is_plotted = not args.compare and find_spec("matplotlib") is not None
+    if not (args.compare or is_plotted):
+        print('the CSV alone: no PNG is drawn without matplotlib (pip install "kimi-k3[plot]")')
     args.out.mkdir(parents=True, exist_ok=True)
     model = KimiK3ForCausalLM.from_pretrained(args.model, progress=False).eval()
-    bounds = Bounds(args.first_token_s or math.inf, args.gap_ms / 1e3 if args.gap_ms else math.inf)
-    setup = Setup(model, args.max_num_seqs, args.max_tokens_per_step, args.clock, args.seed, bounds)
+    setup = Setup(model, MAX_NUM_SEQS, MAX_TOKENS_PER_STEP, args.clock, args.seed, Bounds(math.inf, math.inf))
     if args.clock == "cpu":
         torch.set_num_threads(1)
     rows = compare(setup, args) if args.compare else memory_wall(setup, args)
     name = "compare_schedulers" if args.compare else "stress_memory_wall"
     write_csv(rows, args.out / f"{name}.csv")
-    if not (args.no_plot or args.compare):
+    if is_plotted:
         plot([r for r in rows if r.tier != "slow"], args.out / f"{name}.png")
-    if args.json:
-        print(json.dumps([vars(row) for row in rows]))
     return rows
 
 

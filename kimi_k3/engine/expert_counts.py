@@ -51,7 +51,7 @@ class ExpertCounts:
         """Write what follows to `path`, or no more; ranks that run the same requests need one file."""
         if self._trace is not None:
             self._trace.close()
-        self._trace = None if path is None else TraceWriter(path)
+        self._trace = None if path is None else TraceWriter(path, num_experts=self.counts.shape[1])
 
     def follow(self, placement: ExpertPlacement | None) -> None:
         """Keep `Request.experts` and `Request.expert_loads` from now on, for workers that hold experts so; None: no more."""

@@ -7,7 +7,7 @@ import json
 import secrets
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -148,6 +148,7 @@ class KimiK3Generator:
         self._after_step: list[Callable[[], None]] = []  # what was asked for inside the step that runs
         self.num_steps = 0
         self._step_seconds = self._forward_seconds = 0.0
+        self._latency_totals: defaultdict[str, float] = defaultdict(float)  # sums and counts since the start
         self._latencies: dict[str, deque[float]] = {
             name: deque(maxlen=KEPT_LATENCIES) for name in ("first_token_s", "between_tokens_s")
         }
@@ -502,9 +503,12 @@ class KimiK3Generator:
         now = time.monotonic()
         if not request.first_token_at:
             request.first_token_at = now
-            self._latencies["first_token_s"].append(now - request.added_at)
+            name, seconds = "first_token", now - request.added_at
         else:
-            self._latencies["between_tokens_s"].append(now - request.last_token_at)
+            name, seconds = "between_tokens", now - request.last_token_at
+        self._latencies[f"{name}_s"].append(seconds)
+        self._latency_totals[f"{name}_seconds_sum"] += seconds
+        self._latency_totals[f"{name}_seconds_count"] += 1
         request.last_token_at = now
         request.tokens += output.token_ids
         request.text += output.text
@@ -784,7 +788,7 @@ class KimiK3Generator:
                 "blocks_snapshots": self.index.num_snapshot_blocks, "snapshot_bytes": self.pools.layout.snapshot_bytes,
                 "bytes_total": self.pools.num_pages * self.pools.layout.page_bytes,
                 "evictions": self.index.evictions, "step_seconds": self._step_seconds,
-                "forward_seconds": self._forward_seconds, **self.counts,
+                "forward_seconds": self._forward_seconds, **self.counts, **self._latency_totals,
             }  # fmt: skip
             for name, values in self._latencies.items():
                 recent = sorted(values)

@@ -33,7 +33,6 @@ class Snapshot:
     hidden: Any = None
     used: int = 0  # when, by the index's clock
     pins: int = 0  # readers in this step
-    is_stored: bool = False  # in a tier
     blocks: list[int] = field(default_factory=list)
 
     def free(self, pool: PagePool) -> None:
@@ -53,7 +52,6 @@ class Node:
     children: dict[int, list[Node]] = field(default_factory=dict)  # by first token
     snapshots: dict[int, Snapshot] = field(default_factory=dict)  # by position
     used: int = 0
-    is_stored: bool = False  # in a tier
     heat: float = 0.0  # the share of attention that its block drew lately; 0 where that is not recorded
 
     @property
@@ -230,7 +228,6 @@ class PrefixIndex:
                 self._free_block(child.block)
                 self._take_block(block)
                 child.tokens, child.block, child.key = chunk, block, chain(parent.key, chunk)
-                child.is_stored = False
                 return child
         self._take_block(block)
         child = Node(chunk, start, chain(parent.key, chunk), parent, block)

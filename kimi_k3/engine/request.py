@@ -67,7 +67,7 @@ class Request:
     seed: int
     priority: int
     root: bytes  # of its prefix keys
-    chain: list[bytes]  # digests of the prompt's whole blocks
+    chain: list[bytes]  # digests of whole blocks: of all of the prompt, and of generated ones once they were looked for
     boundaries: frozenset[int]  # positions whose state may be asked for again
     deadline: float
     embeds: Tensor | None  # [len(prompt), D] where images take part

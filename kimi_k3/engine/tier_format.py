@@ -137,7 +137,8 @@ class LossyCodec:
 
     def __post_init__(self) -> None:
         if self.latents not in ("exact", "fp8") or self.snapshots not in ("exact", "bf16", "fp8"):
-            raise ValueError(f"want latents exact|fp8, snapshots exact|bf16|fp8; got {self.latents}, {self.snapshots}")
+            got = f"{self.latents!r}, {self.snapshots!r}"
+            raise ValueError(f"LossyCodec: want latents exact|fp8, snapshots exact|bf16|fp8; got {got}")
 
     @property
     def format(self) -> str:

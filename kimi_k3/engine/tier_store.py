@@ -29,7 +29,11 @@ PAUSE_SECONDS = 0.005  # of a step that has nothing to run but waits for a read
 
 
 class TierStore:
-    """
+    """Saves what leaves the index in the tiers, and reads ahead and installs what waiting requests can start from.
+
+    known: name of an entry -> the node or snapshot that it was made from or restored to, as long as that lives: the entry
+        is taken to be in a tier, and not stored again.
+
     Args:
         tiers: nearest first.     pools, pool, index: the generator's.
     """
@@ -46,7 +50,7 @@ class TierStore:
         # Bound on the reads under way; one of any size may always be.
         (self.max_reading_bytes,) = agreement.least([self.stack.max_pending_bytes])
         self._reading_bytes = 0
-        self._marked = WeakValueDictionary[str, Node | Snapshot]()  # name of an entry -> whose `is_stored` tells of it
+        self.known = WeakValueDictionary[str, Node | Snapshot]()
         self._tier_index = 0
         self._wait_until = 0.0  # for room in the queue
 
@@ -57,25 +61,24 @@ class TierStore:
 
         Where the queue refuses an entry the rest of the path is not stored: without it nothing could be restored.
         """
-        self._unmark_lost()
+        self._forget_lost()
         snapshot = evicted.snapshot
         for node in evicted.path:
             end = min(node.end, snapshot.position)
-            owner = node if end == node.end else snapshot  # a part of a block goes with its state
-            if not owner.is_stored:
+            name = _block_name(_key_in(node, end))
+            if name not in self.known:
                 payload = self.pools.read_block(self.pool.places[node.block], end - node.start)
-                if not self._store(_block_name(_key_in(node, end)), payload, owner):
+                if not self._store(name, payload, node if end == node.end else snapshot):
                     return
                 self.counts["stored_blocks"] += 1
-                node.is_stored = node.is_stored or owner is node
-        if not snapshot.is_stored:
-            key = _key_in(evicted.node, snapshot.position)
+        key = _key_in(evicted.node, snapshot.position)
+        slices = [heads for heads in self.slices if _slice_name(key, heads) not in self.known]
+        if slices:
             if snapshot.blocks:
                 self.pools.stage_blocks([self.pool.places[block] for block in snapshot.blocks])
-            for heads, payload in zip(self.slices, self.pools.read_slices(snapshot.slot, self.slices)):
+            for heads, payload in zip(slices, self.pools.read_slices(snapshot.slot, slices)):
                 if not self._store(_slice_name(key, heads), payload, snapshot):
                     return
-            snapshot.is_stored = True
             self.counts["stored_snapshots"] += 1
 
     def _store(self, name: str, payload: Payload, owner: Node | Snapshot) -> bool:
@@ -83,18 +86,15 @@ class TierStore:
         wait_s = max(self._wait_until - time.monotonic(), 0.0)
         is_queued = self.stack.store(name, payload, self._tier_index, ready=self.pools.copied(), wait_s=wait_s)
         if is_queued:
-            self._marked[name] = owner
+            self.known[name] = owner
         else:
             self.counts["refused"] += 1
         return is_queued
 
-    def _unmark_lost(self) -> None:
+    def _forget_lost(self) -> None:
         """What is in no tier after all is stored again when it is next evicted."""
         while self.stack.lost:
-            owner = self._marked.pop(self.stack.lost.popleft(), None)
-            if owner is not None:
-                owner.is_stored = False
-                self.counts["lost"] += 1
+            self.counts["lost"] += self.known.pop(self.stack.lost.popleft(), None) is not None
 
     # In: from the tiers to the index.
 
@@ -146,10 +146,12 @@ class TierStore:
         request.fetch_state = "absent"
 
     def _keys(self, request: Request, positions: Iterable[int]) -> dict[int, bytes]:
-        """Position -> digest of the tokens before it."""
-        keys, tokens, size = [request.root, *request.chain], request.tokens, self.block_size
-        for end in range(len(keys) * size, len(tokens) + 1, size):
-            keys.append(chain(keys[-1], tokens[end - size : end]))
+        """Position -> digest of the tokens before it. Those of generated blocks are hashed once, and kept."""
+        tokens, size = request.tokens, self.block_size
+        for end in range((len(request.chain) + 1) * size, len(tokens) + 1, size):
+            before = request.chain[-1] if request.chain else request.root
+            request.chain.append(chain(before, tokens[end - size : end]))
+        keys = [request.root, *request.chain]
         whole = {p: keys[p // size] for p in positions}
         return {p: chain(key, tokens[p // size * size : p]) if p % size else key for p, key in whole.items()}
 
@@ -171,7 +173,7 @@ class TierStore:
     def poll(self, requests: Iterable[Request]) -> int:
         """Take what has been read, and return how many reads ended. One is done where it is done on every rank, and failed
         where it failed on one."""
-        self._unmark_lost()
+        self._forget_lost()
         pending = [r for r in requests if r.fetch_state == "pending"]
         done = self.agreement.least([int(r.fetch.done()) for r in pending])
         ready = [request for request, is_done in zip(pending, done) if is_done]
@@ -237,14 +239,15 @@ class TierStore:
                 self.pool.free_slot(slot)
                 self._give_up(request)
             else:
-                restored = Snapshot(position, slot, is_end=True, is_stored=True)
-                self._marked.update(dict.fromkeys(request.fetch_keys[-len(self.slices) :], restored))
+                restored = Snapshot(position, slot, is_end=True)
                 self.counts["restored_tokens"] += position - request.reuse
                 request.restored = Counter()
                 for block, name in enumerate(request.fetch_keys[: len(held) - first], start=first):
                     tokens = min((block + 1) * self.block_size, position) - max(block * self.block_size, request.reuse)
                     request.restored[request.fetch.sources[name]] += tokens
                 self.index.publish(request.root, request.tokens[:position], held, [restored])
+                nodes = {_block_name(n.key): n for n in self.index.match(request.root, request.tokens).path[first:]}
+                self.known.update({name: nodes.get(name, restored) for name in request.fetch_keys})
                 self.cancel(request)
         for block in held:
             self.pool.free_block(block)

@@ -13,6 +13,7 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -105,7 +106,8 @@ class TierStack:
 
     Args:
         tiers: nearest first, e.g. (HostTier(...), DiskTier(...), RemoteTier(...)). What a tier evicts or refuses goes to
-            the next; what is read from a lower one is put into the first, too. Closed together with the stack.
+            the next; what is read from a lower one is put into the first, too. Each once, and in use nowhere else; they are
+            closed together with the stack.
         max_pending_bytes: bound on what waits to be written; one entry of any size may always wait. None: a 32nd of the
             memory that is free now, at least 1 GiB.
     shared_index: of the first tier that outlives this process; None where none does.
@@ -113,6 +115,7 @@ class TierStack:
         entry that left the last tier. Whoever needs to know takes them from it.
     An entry that waits to be written is found and fetched as if it had arrived. Entries of a lossy tier are never moved
     into a tier with another codec.
+    Raises: ValueError for a tier that is in use, given twice or closed.
     """
 
     def __init__(self, tiers: Sequence[Tier], *, max_pending_bytes: int | None = None) -> None:
@@ -129,7 +132,12 @@ class TierStack:
         self._pending_bytes = 0
         self._is_closed = False
         for index, tier in enumerate(self.tiers):
-            tier.on_evict = lambda key, index=index: self._demote(key, index)
+            try:
+                tier.take(partial(self._demote, index=index))
+            except ValueError:
+                for earlier in self.tiers[:index]:
+                    earlier.on_evict = None
+                raise
         self._threads = [
             threading.Thread(target=loop, name=f"kimi_k3-tiers{loop.__name__}-{number}", daemon=True)
             for number, loop in enumerate([self._write_loop] + [self._read_loop] * READ_THREADS)
@@ -226,7 +234,6 @@ class TierStack:
         for thread in self._threads:  # a thread that hangs in a tier is a daemon: it cannot keep the process
             thread.join(max(deadline - time.monotonic(), 1.0))
         for tier in self.tiers:
-            tier.on_evict = None
             tier.close()
 
     # In the threads.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import threading
 import time
 import uuid
@@ -32,6 +33,7 @@ from kimi_k3.engine.tier_format import (
     pack,
     unpack,
 )
+from kimi_k3.sampling import as_float, as_int
 
 SCAN_SECONDS = 10.0
 SERVER_BYTES = 1 << 29  # the servers' own limit to an entry
@@ -40,10 +42,12 @@ SERVER_BYTES = 1 << 29  # the servers' own limit to an entry
 class Tier:
     """What holds entries: the one interface, and what all tiers share (keys, codec, counts). Thread safe, synchronous.
 
+    A tier belongs to one `TierStack`, so to one generator, which closes it; one that is in use or closed is refused.
+
     name: "host", "disk" or "remote".     is_shared: whether other processes see what is stored, and it outlives this one.
     is_far: whether a question costs a round trip; then `TierStack` asks in a thread.
     codec: LossyCodec() where entries come back bit for bit.
-    on_evict: called with a key before its entry leaves to make room, while it can be read; set by `TierStack`.
+    on_evict: called with a key before its entry leaves to make room, while it can be read; set while the tier is in use.
     """
 
     name: str
@@ -51,11 +55,12 @@ class Tier:
     is_far = False
 
     def __init__(self, limit: int, latents: Precision, snapshots: Precision) -> None:
-        if limit <= 0:
-            raise ValueError(f"bytes: want more than 0, got {limit}")
+        size = as_int(limit)
+        if size is None or size <= 0:
+            raise ValueError(f"{type(self).__name__}: want bytes a whole number > 0, got {limit!r}")
         self.codec = LossyCodec(latents, snapshots)
         self.on_evict: Callable[[str], None] | None = None
-        self._limit = limit
+        self._limit, self._is_closed = size, False
         self._put_lock = threading.Lock()  # a process stores one entry at a time
         self._lock = threading.Lock()  # guards the numbers; nothing waits with it held
         self._counts: Counter[str] = Counter()
@@ -111,8 +116,17 @@ class Tier:
         with self._lock:
             return dict.fromkeys(names, 0) | self._counts
 
+    def take(self, on_evict: Callable[[str], None]) -> None:
+        """Put the tier to use. Raises: ValueError if it is in use, or closed."""
+        with self._lock:
+            if self._is_closed or self.on_evict is not None:
+                state = "closed" if self._is_closed else "in use (given twice, or to another generator that is open)"
+                raise ValueError(f"{type(self).__name__}: want a tier that is open and free, got one that is {state}")
+            self.on_evict = on_evict
+
     def close(self) -> None:
-        """Release what the tier holds open. What lies in a shared tier stays."""
+        """Release what the tier holds open, for good. What lies in a shared tier stays."""
+        self.on_evict, self._is_closed = None, True
 
     # What a subclass does. `_put` runs in one thread at a time.
 
@@ -198,7 +212,8 @@ class HostTier(LocalTier):
 
     `put` copies; `get` returns views of the stored bytes, which stay valid after eviction and must not be written: an
     in-place torch operation on them is noticed at the next `get` and makes the entry "damaged". Pinned buffers count
-    with the power of two that PyTorch's pinned allocator takes for them.
+    with the power of two that PyTorch's pinned allocator takes for them. It belongs to one generator at a time and ends
+    with it: `close` deletes the entries, and a closed one is refused.
     """
 
     name, is_shared = "host", False
@@ -244,12 +259,16 @@ class HostTier(LocalTier):
             return list(reversed(self._held))
 
     def close(self) -> None:
+        super().close()
         for key in self.recent():
             self.delete(key)
 
 
 class DiskTier(LocalTier):
     """Least recently used entries within `bytes` of a folder, one safetensors file each; survives restarts.
+
+    The object belongs to one generator at a time and is closed with it; each other gets a DiskTier of its own, over the
+    same folder if so wished.
 
     An entry is written under a temporary name and renamed, so that a process killed at any moment leaves whole entries
     only. The temporary file is locked while it is written: one that nobody locks is a dead writer's and is removed by the
@@ -266,6 +285,8 @@ class DiskTier(LocalTier):
         self, folder: str | Path, bytes: int, *, latents: Precision = "exact", snapshots: Precision = "exact"
     ) -> None:
         super().__init__(bytes, latents, snapshots)
+        if not isinstance(folder, (str, os.PathLike)):
+            raise ValueError(f"DiskTier: want folder a path, got {folder!r}")
         self._folder = Path(folder) / self.codec.format  # another form's files are never met
         self._folder.mkdir(parents=True, exist_ok=True)
         self._scan()
@@ -359,11 +380,13 @@ def _remove_leftover(path: str) -> None:
 class RemoteTier(Tier):
     """Entries on a Redis or Valkey server, which bounds and expires them itself (`maxmemory`, `maxmemory-policy`).
 
+    The object belongs to one generator at a time and is closed with it; each other gets a RemoteTier of its own.
+
     Args:
         url: redis://host:port/db, rediss:// (TLS), valkey://, valkeys:// or unix://path.
         timeout_s: of connecting and of every read or write on the socket.
         pause_s: after a failure every call fails at once for so long, so that a dead server delays nobody.
-    Raises: ImportError without the client, TierError if no server answers.
+    Raises: ValueError for other arguments, ImportError without the client, TierError if no server answers.
     """
 
     name, is_far = "remote", True
@@ -373,6 +396,10 @@ class RemoteTier(Tier):
         snapshots: Precision = "exact",
     ) -> None:  # fmt: skip
         super().__init__(SERVER_BYTES, latents, snapshots)
+        timeout, pause = as_float(timeout_s), as_float(pause_s)
+        if timeout is None or pause is None or not timeout > 0 or not pause >= 0:
+            got = f"{timeout_s!r} and {pause_s!r}"
+            raise ValueError(f"RemoteTier: want timeout_s > 0 and pause_s >= 0 seconds, got {got}")
         try:
             import valkey
             from valkey.backoff import NoBackoff
@@ -381,14 +408,17 @@ class RemoteTier(Tier):
             raise ImportError('RemoteTier needs the Valkey client: pip install "kimi-k3[remote]"') from error
         self._errors = valkey.exceptions
         self._pause_s, self._down_until = pause_s, 0.0
-        if url.startswith("redis"):  # the client knows its own names only; the protocol is one
-            url = "valkey" + url.removeprefix("redis")
-        self._client = valkey.Valkey.from_url(
-            url,
-            socket_timeout=timeout_s,
-            socket_connect_timeout=timeout_s,
-            retry=Retry(NoBackoff(), 1, (valkey.ConnectionError,)),  # a pooled connection may be a dead one
-        )
+        try:
+            self._client = valkey.Valkey.from_url(
+                re.sub("^redis", "valkey", url),  # the client knows its own names only; the protocol is one
+                socket_timeout=timeout_s,
+                socket_connect_timeout=timeout_s,
+                retry=Retry(NoBackoff(), 1, (valkey.ConnectionError,)),  # a pooled connection may be a dead one
+            )
+        except (TypeError, ValueError):
+            shown = re.sub("//.*@", "//...@", url) if isinstance(url, str) else url  # without its password
+            want = "redis[s]:// or valkey[s]://host:port/db, or unix://path"
+            raise ValueError(f"RemoteTier: want url {want}, got {shown!r}") from None
         self._call(self._client.ping)
 
     def _call(self, command: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -433,6 +463,7 @@ class RemoteTier(Tier):
         self._call(self._client.delete, self._name(key))
 
     def close(self) -> None:
+        super().close()
         self._client.close()
 
     def _name(self, key: str) -> str:

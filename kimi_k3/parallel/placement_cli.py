@@ -67,7 +67,8 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     imbalance = actions.add_parser("imbalance", help="skew of a routing trace, its hot experts, replicas to add")
     imbalance.add_argument("--trace", type=Path, required=True, metavar="FILE")
     imbalance.add_argument("--workers", type=int, default=8, metavar="N", help="default: %(default)s")
-    imbalance.add_argument("--experts", type=int, metavar="N", help="left out: told by the highest one in the file")
+    told = "as FILE says; where it does not, one more than the highest in it, up to a multiple of 64 (.bin: 896)"
+    imbalance.add_argument("--experts", type=int, metavar="N", help=f"of a layer; left out: {told}")
     window = f"tokens of a window; left out: as many as give a mean count of {MIN_MEAN_COUNT}"
     imbalance.add_argument("--window", type=int, metavar="N", help=window)
     imbalance.add_argument("--json", action="store_true")

@@ -1,7 +1,8 @@
 """Recorded routing: which experts each token chose in each MoE layer, read from three forms of file, written in one.
 
     JSONL   {"step": 0, "layer": 1, "top_indices": [[12, 45, ...], ...]} a line: one step, one layer, a row a token.
-            Megatron-core's router trace, and what `TraceWriter` writes; other keys are read past.
+            Megatron-core's router trace, and what `TraceWriter` writes; ours adds "num_experts", of the layer. Other keys
+            are read past.
     JSONL   {"tok": 0, "layers": [[12, 45, ...], ...]} a line: one token, a row a MoE layer (sqliteai/waste).
     .bin    little-endian (uint32 layer, uint32 expert) pairs, layer by layer inside a forward pass (the same).
 
@@ -108,16 +109,20 @@ def read_trace(path: str | Path, num_experts: int | None = None, topk: int = 16)
     """Read a trace in any of the three forms.
 
     Args:
-        num_experts: None: one more than the highest expert in the file, up to a multiple of 64; 896 for .bin.
+        num_experts: None: as the file says; where it does not (older and other writers), one more than the highest expert
+            in it, up to a multiple of 64, and 896 for .bin.
         topk: experts of a token in .bin, which does not tell.
-    Raises: ValueError naming file and line for what is none of the forms.
+    Raises: ValueError naming file and line for what is none of the forms, or says different numbers of experts.
     """
     path = Path(path)
     if path.suffix == ".bin":
         return RoutingTrace(tuple(_read_pairs(path, topk)), num_experts or 896)
-    records = tuple(_read_lines(path))
+    told = set[int]()
+    records = tuple(_read_lines(path, told))
+    if num_experts is None and len(told) > 1:
+        raise ValueError(f"trace: {path}: want one number of experts in all lines, got {sorted(told)}")
     highest = max((int(record.topk_ids.max()) for record in records if record.topk_ids.size), default=0)
-    return RoutingTrace(records, num_experts or -(-(highest + 1) // 64) * 64)
+    return RoutingTrace(records, num_experts or max(told, default=-(-(highest + 1) // 64) * 64))
 
 
 def _read_pairs(path: Path, topk: int) -> Iterator[RoutingRecord]:
@@ -144,7 +149,8 @@ def _read_pairs(path: Path, topk: int) -> Iterator[RoutingRecord]:
         yield RoutingRecord(step, layer, rows_TA[again:])
 
 
-def _read_lines(path: Path) -> Iterator[RoutingRecord]:
+def _read_lines(path: Path, told: set[int]) -> Iterator[RoutingRecord]:
+    """told: gets the numbers of experts that the lines say."""
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
@@ -154,6 +160,8 @@ def _read_lines(path: Path) -> Iterator[RoutingRecord]:
                 if "top_indices" in values:
                     if "mtp_idx" in values:  # a draft layer, numbered apart from the decoder's
                         continue
+                    if "num_experts" in values:
+                        told.add(int(values["num_experts"]))
                     yield RoutingRecord(int(values["step"]), int(values["layer"]), _rows(values["top_indices"]))
                 else:
                     for layer, row in enumerate(values["layers"]):
@@ -178,11 +186,11 @@ class TraceWriter:
         with TraceWriter("routing.jsonl") as trace:
             trace.write(step=0, layer=1, topk_ids=ids)      # [T, A], of real tokens only: no padding
 
-    A file is written by one rank. Layers are decoder layers from 0.
+    A file is written by one rank. Layers are decoder layers from 0. num_experts: of a layer; None: the file does not say.
     """
 
-    def __init__(self, path: str | Path, rank: int = 0) -> None:
-        self.rank = rank
+    def __init__(self, path: str | Path, rank: int = 0, num_experts: int | None = None) -> None:
+        self.rank, self._told = rank, {} if num_experts is None else {"num_experts": num_experts}
         self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115  (closed by close())
 
     def write(self, step: int, layer: int, topk_ids: Any) -> None:
@@ -192,7 +200,7 @@ class TraceWriter:
         rows_TA = _rows(topk_ids)
         record = {
             "step": step, "block": "decoder", "layer": layer, "rank": self.rank, "num_tokens": len(rows_TA),
-            "topk": rows_TA.shape[1], "top_indices": rows_TA.tolist(),
+            "topk": rows_TA.shape[1], **self._told, "top_indices": rows_TA.tolist(),
         }  # fmt: skip
         self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
 

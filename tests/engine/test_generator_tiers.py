@@ -17,7 +17,7 @@ from solo import DEMO, Recorder, assert_equals_solo
 from valkey_server import Server
 
 from kimi_k3 import KimiK3ForCausalLM, KimiK3Generator, SamplingParams
-from kimi_k3.engine import tier_store
+from kimi_k3.engine import prefix_index, tier_store
 from kimi_k3.engine.agreement import Agreement
 from kimi_k3.engine.device_pools import DevicePools, PoolLayout
 from kimi_k3.engine.tier_store import _key_in, _slice_name
@@ -450,6 +450,29 @@ def test_fifty_kills_in_the_middle_of_writes_leave_right_tokens(demo, tmp_path):
     kill_in_the_middle_of_writes(demo, tmp_path, 50)
 
 
+def test_a_tier_serves_one_generator_and_keeps_what_that_has_stored(demo):
+    """A second generator over the same tier would take what the first one has stored with it when it closes."""
+    tier, prompt = HostTier(1 << 27), prompt_of(200, 1)
+    with KimiK3Generator(demo, tiers=(tier,), **SMALL) as gen:
+        ask(gen, demo, prompt)
+        gen.index.clear()
+        gen.tiers.stack.flush()
+        with pytest.raises(ValueError, match=r"^HostTier: want a tier .* in use"):
+            KimiK3Generator(demo, tiers=(tier,), **SMALL)
+        assert ask(gen, demo, [*prompt, 9]) <= 1
+    for tiers, state in (((tier,), "closed"), ((HostTier(1 << 27),) * 2, "twice")):
+        with pytest.raises(ValueError, match=f"^HostTier: want a tier .* {state}"):
+            KimiK3Generator(demo, tiers=tiers, **SMALL)
+
+
+def test_two_generators_share_a_folder(demo, tmp_path):
+    prompt = prompt_of(200, 1)
+    with KimiK3Generator(demo, tiers=(DiskTier(tmp_path, 1 << 28),), **SMALL) as one:
+        with KimiK3Generator(demo, tiers=(DiskTier(tmp_path, 1 << 28),), **SMALL) as two:
+            assert ask(two, demo, prompt) == 200
+        assert ask(one, demo, [*prompt, 9]) <= 1
+
+
 @pytest.mark.parametrize("at_the_end", [False, True])
 def test_what_the_queue_refuses_is_not_taken_to_be_stored(demo, tmp_path, at_the_end):
     """A path larger than the queue: stored again once there is room; at the end of the generator all of it is."""
@@ -466,8 +489,9 @@ def test_what_the_queue_refuses_is_not_taken_to_be_stored(demo, tmp_path, at_the
             gen.tiers.save(last)
             transfers = stack.stats()["transfers"]
             assert gen.tiers.counts["refused"] == transfers["refused"] == 1
-            assert sum(node.is_stored for node in last.path) == gen.tiers.counts["stored_blocks"] < 4
-            assert not last.snapshot.is_stored and gen.tiers.counts["stored_snapshots"] == 0
+            known = gen.tiers.known
+            assert len(known) == gen.tiers.counts["stored_blocks"] < 4 and set(known.values()) <= set(last.path)
+            assert gen.tiers.counts["stored_snapshots"] == 0
             put.set()
             for _ in range(20):
                 stack.flush()
@@ -477,7 +501,7 @@ def test_what_the_queue_refuses_is_not_taken_to_be_stored(demo, tmp_path, at_the
             stack.flush()
             gen.index.on_evict = None
             gen.index.clear()
-            assert last.snapshot.is_stored and ask(gen, demo, [*prompt, 9]) <= 1
+            assert gen.tiers.counts["stored_snapshots"] == 1 and ask(gen, demo, [*prompt, 9]) <= 1
         put.set()
     with KimiK3Generator(demo, tiers=(DiskTier(tmp_path, 1 << 28),), **SMALL) as gen:
         assert ask(gen, demo, [*prompt, 9]) <= 1
@@ -504,12 +528,59 @@ def test_what_did_not_get_into_a_tier_is_stored_again(demo, how):
             tier._make_room(0)
             tier._limit = 1 << 28
         tier._put = write
-        assert all(node.is_stored for node in last.path[:4]) and last.snapshot.is_stored  # not known yet
+        assert {*last.path[:4], last.snapshot} <= set(gen.tiers.known.values())  # not lost yet, as far as is known
         assert tier.stats()["entries"] == 0
         gen.index.clear()
         gen.tiers.stack.flush()
         assert gen.tiers.counts["lost"] > 4
         assert ask(gen, demo, [*prompt, 9]) <= 1
+
+
+def test_what_was_restored_is_not_stored_again(demo):
+    """Neither its blocks, one of them cut by the position, nor its state; what goes on from there is."""
+    prompt = prompt_of(300, 8)
+    with KimiK3Generator(demo, tiers=(HostTier(1 << 28),), **SMALL | {"num_blocks": 60}) as gen:
+        store, (tier,) = gen.tiers, gen.tiers.stack.tiers
+
+        def leave():
+            before = Counter(store.counts)
+            gen.index.clear()
+            store.stack.flush()
+            blocks, states = (store.counts[k] - before[k] for k in ("stored_blocks", "stored_snapshots"))
+            return blocks, states, tier.stats()["puts"]
+
+        ask(gen, demo, prompt)
+        blocks, states, puts = leave()
+        assert blocks >= 5 and states >= 1 and len(store.known) == 0  # nothing is remembered of what has left
+        gen.generate([[*prompt, 9]], SamplingParams(max_new_tokens=1))
+        assert store.counts["fetches"] == 1 and store.counts["restored_tokens"] == 300
+        assert leave() == (1, 1, puts + 1 + len(store.slices))  # the last block and the state with one more token
+
+
+def test_a_preempted_requests_blocks_are_hashed_once(demo, monkeypatch):
+    hashed = []
+
+    def chain(key, tokens):
+        hashed.append(len(tokens))
+        return prefix_index.chain(key, tokens)
+
+    monkeypatch.setattr(tier_store, "chain", chain)
+    with KimiK3Generator(demo, tiers=(HostTier(1 << 28),), **SMALL) as gen:
+        rid = gen.add(prompt_of(70, 1), SamplingParams(max_new_tokens=300, ignore_eos=True))
+        while len(gen._requests[rid].tokens) < 300:
+            gen.step()
+        request, size = gen._requests[rid], gen.block_size
+        gen._preempt(request, "drop")
+        for times in (300 // size - 70 // size, 0):
+            hashed.clear()
+            gen.tiers.look_up(request)
+            assert hashed.count(size) == times
+        whole = 300 // size * size
+        ends = [prefix_index.key_at(request.root, request.tokens, end, size) for end in range(size, whole + 1, size)]
+        assert request.chain == ends
+        while gen.has_unfinished():
+            gen.step()
+        assert len(gen.result(rid).token_ids) == 300
 
 
 def test_reads_under_way_are_bounded(demo):

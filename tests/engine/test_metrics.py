@@ -8,33 +8,50 @@ import pytest
 import torch
 
 from kimi_k3 import KimiK3Generator, SamplingParams
+from kimi_k3.engine import generator
 from kimi_k3.engine.expert_counts import CHOICES_KEPT, ExpertCounts
 from kimi_k3.engine.metrics import Metric, exposition, metrics_of
-from kimi_k3.engine.tiers import HostTier
+from kimi_k3.engine.tiers import DiskTier, HostTier
 from kimi_k3.parallel.placement import ExpertPlacement
 from kimi_k3.parallel.traces import read_trace
 
-SAMPLE = re.compile(r'([a-z_][a-z0-9_]*)(?:\{((?:[a-z_]+="(?:[^"\\\n]|\\.)*",?)*)\})? (-?[0-9.e+-]+)$')
+# A backslash stands before itself, a quote or an n, and nowhere else.
+LABEL = r'[a-zA-Z_][a-zA-Z0-9_]*="(?:[^"\\\n]|\\[\\"n])*"'
+SAMPLE = re.compile(rf"([a-z_][a-z0-9_]*)(?:\{{({LABEL}(?:,{LABEL})*)\}})? (-?[0-9]+(?:\.[0-9]+)?(?:e[+-][0-9]+)?)")
 
 
 def parse(text: str) -> dict[str, dict[frozenset, float]]:
-    """name -> {labels: value}, for text in which each family has its HELP and TYPE once, before its samples."""
+    """name -> {labels: value}, for text in which each family has its HELP and TYPE once, before its samples, and samples of
+    its type only: a summary's are quantiles, then its sum and its count, which are found under names of their own."""
     assert text.endswith("\n")
-    families, current = {}, None
-    for line in text.splitlines():
+    families, kinds, before = {}, {}, ""
+    for line in text.removesuffix("\n").split("\n"):
         if line.startswith("# HELP "):
             current = line.split()[2]
-            assert current not in families and len(line.split()) > 3
+            assert current not in families and re.fullmatch(r"# HELP kimi_k3_\w+ \S(.*\S)?", line)
             families[current] = {}
         elif line.startswith("# TYPE "):
-            assert line.split()[2] == current and line.split()[3] in ("counter", "gauge", "summary")
-            assert (line.split()[3] == "counter") == current.endswith("_total")
+            name, kinds[current] = line.split()[2:]
+            assert before.startswith(f"# HELP {name} ") and kinds[name] in ("counter", "gauge", "summary")
+            assert (kinds[name] == "counter") == name.endswith("_total")
         else:
-            match = SAMPLE.match(line)
-            assert match and match[1] == current, line
-            labels = frozenset(re.findall(r'([a-z_]+)="((?:[^"\\]|\\.)*)"', match[2] or ""))
-            assert labels not in families[current]
-            families[current][labels] = float(match[3])
+            match = SAMPLE.fullmatch(line)
+            assert match and kinds[current], line
+            found = re.findall(rf"({LABEL})", match[2] or "")
+            pairs = [(name, escaped[1:-1]) for name, escaped in (label.split("=", 1) for label in found)]
+            labels, value = frozenset(pairs), float(match[3])
+            assert len(labels) == len({name for name, _ in pairs})
+            if kinds[current] == "summary" and not labels:
+                assert match[1] == current + ("_count" if before.startswith(f"{current}_sum ") else "_sum"), line
+            else:
+                assert match[1] == current, line
+                assert (kinds[current] == "summary") == any(name == "quantile" for name, _ in pairs), line
+            if kinds[current] == "counter" or match[1].endswith("_count"):
+                assert value >= 0
+            assert labels not in families.setdefault(match[1], {})
+            families[match[1]][labels] = value
+        before = line
+    assert all(f"{name}_count" in families for name, kind in kinds.items() if kind == "summary")
     assert not [name for name in families if f"{name}_total" in families]  # to OpenMetrics those are one family
     return families
 
@@ -93,23 +110,71 @@ def test_the_text_holds_the_figures(smooth):
     assert (
         0 < first[labels(quantile="0.5")] <= first[labels(quantile="0.99")] == pytest.approx(stats["first_token_s"][99])
     )
-    assert found["kimi_k3_tier_figures"][labels(tier="host", event="bytes")] > 0
+    assert first.keys() == {labels(quantile=q) for q in ("0.5", "0.95", "0.99")}
+    assert found["kimi_k3_first_token_seconds_count"] == {labels(): 4}
+    assert found["kimi_k3_between_tokens_seconds_count"] == {labels(): 8}
     assert "kimi_k3_expert_tokens_total" not in found
 
 
 def test_every_number_of_the_stats_is_in_the_text():
     stats = {"steps": 7, "held_memory": 3, "miss_new": 2, "something_else": 5, "first_token_s": {50: 0.25, 95: 1.5}}
+    stats |= {"first_token_seconds_sum": 3.5, "first_token_seconds_count": 9, "schedule_us": 1500}
     found = parse(exposition(metrics_of(stats)))
     assert found["kimi_k3_steps_total"] == {labels(): 7}
     assert found["kimi_k3_held_total"] == {labels(reason="memory"): 3}
     assert found["kimi_k3_misses_total"] == {labels(reason="new"): 2}
     assert found["kimi_k3_something_else_total"] == {labels(): 5}
     assert found["kimi_k3_first_token_seconds"] == {labels(quantile="0.5"): 0.25, labels(quantile="0.95"): 1.5}
+    assert found["kimi_k3_first_token_seconds_sum"] == {labels(): 3.5}
+    assert found["kimi_k3_first_token_seconds_count"] == {labels(): 9}
+    assert found["kimi_k3_between_tokens_seconds_count"] == {labels(): 0}  # none yet
+    assert found["kimi_k3_schedule_seconds_total"] == {labels(): 0.0015}
+
+
+def test_tiers_have_counters_and_sizes_by_name_and_the_traffic_its_own(demo, tmp_path):
+    tiers = HostTier(1 << 20), DiskTier(tmp_path, 1 << 28)
+    options = {"max_num_seqs": 2, "num_blocks": 8, "max_tokens_per_step": 64}
+    with KimiK3Generator(demo, tiers=tiers, **options) as gen:
+        params = SamplingParams(max_new_tokens=3, ignore_eos=True)
+        for _ in range(2):
+            gen.generate(prompts([150, 140, 130]), params)
+            gen.index.clear()
+            gen.tiers.stack.flush()
+        stats, text = gen.stats(), gen.prometheus()
+    found, by_tier = parse(text), stats["tiers"]["by_tier"]
+    transfers = stats["tiers"] | by_tier["transfers"]
+    assert by_tier["disk"]["hits"] > 0 and by_tier["host"]["evicted"] > 0 and transfers["restored_tokens"] > 0
+    names = {f"{k}_total": k for k in ("hits", "misses", "puts", "refused", "evicted", "damaged", "foreign")}
+    names |= {"io_errors_total": "io", "timeouts_total": "timeout", "entries": "entries", "bytes": "bytes"}
+    for name, key in names.items():
+        assert found[f"kimi_k3_tier_{name}"] == {labels(tier=tier): by_tier[tier][key] for tier in ("host", "disk")}
+    keys = ("stored_blocks", "stored_snapshots", "fetches", "restored_tokens", "demoted", "fetched_bytes")
+    for name, key in ({k: k for k in keys} | {"written": "stored", "written_bytes": "stored_bytes"}).items():
+        assert found[f"kimi_k3_transfers_{name}_total"] == {labels(): transfers[key]} and transfers[key] > 0
+    assert found["kimi_k3_transfers_read_seconds_total"][labels()] == pytest.approx(transfers["read_us"] / 1e6)
+    assert found["kimi_k3_transfers_pending_bytes"] == {labels(): 0}
+    assert 'tier="transfers"' not in text and "Since the start: " not in text  # every count says what it is of
+    assert sum("read_us" in line or "tier_figures" in line for line in text.splitlines()) == 0
+
+
+def test_latencies_are_counted_beyond_the_window(smooth, monkeypatch):
+    monkeypatch.setattr(generator, "KEPT_LATENCIES", 4)
+    with KimiK3Generator(smooth, max_num_seqs=2, num_blocks=8) as gen:
+        gen.generate(prompts([20, 30]), SamplingParams(max_new_tokens=9, ignore_eos=True))
+        waits = list(gen._latencies["between_tokens_s"])
+        found, stats = parse(gen.prometheus()), gen.stats()
+    assert len(waits) == 4 and found["kimi_k3_between_tokens_seconds_count"] == {labels(): 16}
+    (total,) = found["kimi_k3_between_tokens_seconds_sum"].values()
+    assert sum(waits) < total <= 16 * stats["step_seconds"]
+    (first,) = found["kimi_k3_first_token_seconds_sum"].values()
+    assert found["kimi_k3_first_token_seconds_count"] == {labels(): 2}
+    assert first == pytest.approx(sum(gen._latencies["first_token_s"]))
 
 
 def test_labels_are_escaped():
-    text = exposition([Metric("x_total", "counter", "x.", [({"tier": 'a"b\\c\nd'}, 1.0)])])
-    assert text.splitlines()[2] == 'kimi_k3_x_total{tier="a\\"b\\\\c\\nd"} 1'
+    text = exposition([Metric("x_total", "counter", "x.", [({"tier": 'a"b\\c\nd\te\x01'}, 1.0)])])
+    assert text.split("\n")[2] == 'kimi_k3_x_total{tier="a\\"b\\\\c\\nd\te\x01"} 1'  # a tab and others stay as they are
+    assert parse(text) == {"kimi_k3_x_total": {labels(tier='a\\"b\\\\c\\nd\te\x01'): 1}}
 
 
 @pytest.mark.parametrize("is_invariant", [False, True])
@@ -127,7 +192,8 @@ def test_expert_counts_are_the_routers_choices(smooth, chosen, tmp_path, is_inva
     tokens, topk = stats["prefill_tokens"] + stats["decode_tokens"], config.num_experts_per_token
     assert counts.shape == (len(chosen.ids), config.num_experts) and counts.dtype == torch.int64
     assert counts.sum(1).tolist() == [tokens * topk] * len(chosen.ids)
-    trace = read_trace(path, config.num_experts)
+    trace = read_trace(path)
+    assert trace.num_experts == config.num_experts
     assert trace.layers == list(chosen.ids)
     for row, (layer_idx, ids) in zip(counts, chosen.ids.items()):
         ids_TA = torch.cat(ids)

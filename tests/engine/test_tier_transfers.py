@@ -135,6 +135,39 @@ def test_too_big_for_the_host_goes_to_the_disk(make, tmp_path):
     assert list(small.lost) == [key(1)] and not stack.lost
 
 
+# Whose a tier is
+
+
+def test_a_tier_belongs_to_one_stack(make, tmp_path):
+    host, disk = HostTier(1 << 20), DiskTier(tmp_path, 1 << 20)
+    stack = make(host, disk)
+    for tiers in ((host,), (HostTier(1 << 20), disk), (disk,)):
+        with pytest.raises(ValueError, match=f"^{type(tiers[-1]).__name__}: want .* got one that is in use"):
+            TierStack(tiers)
+    assert stack.store(key(1), entry(1)) and stack.flush(5) and same(host.get(key(1)), entry(1))
+    stack.close()
+    for tier in (host, disk):
+        with pytest.raises(ValueError, match=f"^{type(tier).__name__}: want .* got one that is closed"):
+            TierStack([tier])
+
+
+def test_a_tier_appears_once_and_a_refusal_leaves_it_free(make, tmp_path):
+    host, closed = HostTier(1 << 20), HostTier(1 << 20)
+    closed.close()
+    for tiers, state in (((host, host), "given twice"), ((host, closed), "closed")):
+        with pytest.raises(ValueError, match=f"^HostTier: want a tier that is open and free, got .*{state}"):
+            TierStack(tiers)
+    assert make(host).store(key(1), entry(1))
+
+
+def test_two_stacks_share_a_folder(make, tmp_path):
+    one, two = make(DiskTier(tmp_path, 1 << 20)), make(DiskTier(tmp_path, 1 << 20))
+    assert one.store(key(1), entry(1)) and one.flush(5)
+    assert same(fetched(two, [1]).results[key(1)], entry(1))
+    two.close()
+    assert same(fetched(one, [1]).results[key(1)], entry(1))
+
+
 # Copies (faults.md 7.1, 5.4)
 
 

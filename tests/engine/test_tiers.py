@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -572,3 +573,39 @@ def test_a_write_starts_no_openmp_threads():
     )
     before, after = map(int, out.stdout.split())
     assert after == before
+
+
+# Arguments
+
+
+@pytest.mark.parametrize("size", ["1GB", 0, -1, 1.5, True, None, torch.tensor(2.0), np.float32(3)])
+def test_bytes_are_a_whole_number_above_zero(tmp_path, size):
+    for make, name in ((lambda: HostTier(size), "HostTier"), (lambda: DiskTier(tmp_path, size), "DiskTier")):
+        with pytest.raises(ValueError) as caught:
+            make()
+        assert str(caught.value) == f"{name}: want bytes a whole number > 0, got {size!r}"
+    assert stored_files(tmp_path) == []
+
+
+def test_bytes_may_be_numpys_or_torchs(tmp_path):
+    for size in (np.int64(1 << 20), torch.tensor(1 << 20)):
+        for tier in (HostTier(size), DiskTier(tmp_path, size)):
+            assert type(tier._limit) is int and tier.put(key(1), entry(1))
+
+
+def test_other_arguments_are_named(tmp_path):
+    with pytest.raises(ValueError, match=r"^DiskTier: want folder a path, got None$"):
+        DiskTier(None, 1 << 20)
+    with pytest.raises(ValueError, match=r"^LossyCodec: want latents exact\|fp8, .* got 'fp4', 'exact'$"):
+        HostTier(1 << 20, latents="fp4")
+    for timeout_s, pause_s in ((0, 1), ("1", 1), (1, -1), (1, None)):
+        with pytest.raises(ValueError, match=r"^RemoteTier: want timeout_s > 0 and pause_s >= 0 seconds, got "):
+            RemoteTier("redis://127.0.0.1:1", timeout_s=timeout_s, pause_s=pause_s)
+
+
+@pytest.mark.parametrize("url", ["foo", "", "http://host", 5, None, b"foo", "redis://:secret@host:port", "redisf://a"])
+def test_a_url_that_is_none_is_named_without_its_password(url):
+    with pytest.raises(ValueError, match=r"^RemoteTier: want url redis\[s\]:// or .*, got ") as caught:
+        RemoteTier(url)
+    assert "secret" not in str(caught.value) and caught.value.__suppress_context__
+    assert url == "redis://:secret@host:port" or str(caught.value).endswith(f"got {url!r}")

@@ -63,6 +63,28 @@ def test_the_written_form_is_megatrons(tmp_path):
     }  # fmt: skip
 
 
+def test_the_number_of_experts_is_written_and_read(tmp_path):
+    """Also where nobody chose the last ones; what the caller says comes first; an older file is read as it was."""
+    path = tmp_path / "a.jsonl"
+    with TraceWriter(path, num_experts=16) as trace:
+        trace.write(0, 1, torch.tensor([[5, 1], [0, 9]]))
+        trace.write(0, 2, torch.zeros(0, 2))
+    assert [json.loads(line)["num_experts"] for line in path.read_text().splitlines()] == [16, 16]
+    assert read_trace(path).num_experts == 16 and read_trace(path, num_experts=32).num_experts == 32
+    older = path.read_text().replace('"num_experts":16,', "")
+    path.write_text(older)
+    assert read_trace(path).num_experts == 64
+    path.write_text(older.replace('"topk"', '"num_experts":8,"topk"'))
+    with pytest.raises(ValueError, match="want experts below 8, got 9"):
+        read_trace(path)
+    path.write_text(path.read_text() + older.replace('"topk"', '"num_experts":16,"topk"'))
+    with pytest.raises(ValueError, match=r"want one number of experts in all lines, got \[8, 16\]"):
+        read_trace(path)
+    path.write_text(older.replace('"topk"', '"num_experts":"x","topk"'))
+    with pytest.raises(ValueError, match="line 1 is no record of routing"):
+        read_trace(path)
+
+
 def test_megatrons_own_lines_are_read(tmp_path):
     lines = [
         {"step": 0, "stage": "pre_dispatch", "block": "decoder", "layer": 3, "rank": 0, "num_tokens": 1, "topk": 2,
@@ -188,3 +210,14 @@ def test_imbalance_of_few_tokens_judges_no_expert(capsys):
     assert values["acceptable_ratio"] == 2.0 and len(values["layers"]) == 26
     assert main(["placement", "imbalance", "--trace", path]) == 0
     assert "too few tokens" in capsys.readouterr().out
+
+
+def test_imbalance_of_our_own_trace_knows_its_experts(tmp_path, capsys):
+    path, rows = tmp_path / "a.jsonl", np.stack([np.arange(8), np.arange(8) + 1], 1)
+    with TraceWriter(path, num_experts=16) as trace:
+        trace.write(0, 1, rows)
+    printed = []
+    for more in ([], ["--experts", "16"]):
+        assert main(["placement", "imbalance", "--trace", str(path), "--workers", "4", *more]) == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1] and printed[0].startswith("8 tokens, 1 layers of 16 experts\n")

@@ -1,5 +1,6 @@
 import json
 import random
+import re
 import struct
 import sys
 
@@ -128,7 +129,7 @@ def test_recordings_are_read_in_all_forms(tmp_path):
     megatron.write_text("\n".join(map(json.dumps, lines)))
     by_token.write_text("\n".join(json.dumps({"tok": t, "layers": ids[:, t].tolist()}) for t in range(3)))
     for path in (binary, megatron, by_token):
-        np.testing.assert_array_equal(read_routing(path), ids)
+        np.testing.assert_array_equal(read_routing(path, "--compose", 3), ids)
     assert recorded_shares(binary).shape == (2, EXPERTS) and recorded_shares(binary).max() == pytest.approx(1 / 3)
 
 
@@ -151,3 +152,31 @@ def test_the_recipe_prints_a_table_and_json(monkeypatch, capsys):
     rows = json.loads(lines[-1])["rows"]
     assert [row["scheduler"] for row in rows] == ["fcfs, no limit", "dependency_aware"] and len(lines) == 5
     assert BLOCK == 64 and rows[1]["requests"] == rows[0]["requests"] > 0
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--traces", "foo"], "--traces: want some of chat, bursts, mixed, talk, got 'foo'"),
+        (["--traces", "chat,"], "--traces: want some of chat, bursts, mixed, talk, got ''"),
+        (["--policies", "lifo"], "--policies: want some of .*fcfs.*, got 'lifo'"),
+        (["--experts", "trace:NO"], "--experts: want zipf:EXPONENT or the file of a recording, got 'trace:NO'"),
+        (["--experts", "zipf:x"], "--experts: want a number as exponent, such as zipf:0.5, got 'zipf:x'"),
+        (["--experts", "short.jsonl"], "--experts: want 16 of 896 experts, got 2 up to 3 in .*short.jsonl"),
+        (["--experts", "broken.jsonl"], "--experts: want a recording of routing, got .*: line 1 is no record.*"),
+        (["--compose", "short.jsonl"], "--compose: want a recording of routing, got short.jsonl: 9 tokens, want .* 17"),
+        (["--compose", "MISSING"], "--compose: want a recording of routing, got MISSING: .*No such file.*"),
+        (["--compose", "broken.jsonl"], "--compose: want a recording of routing, got .*: line 1 is no record.*"),
+        (["--oversubscription", "0"], "--oversubscription: want more than 0, got 0"),
+        (["--traces", "chat", "--seconds", "0"], "--seconds: want time for an arrival of chat, got 0"),
+    ],
+)
+def test_a_wrong_argument_is_named_in_one_line(monkeypatch, tmp_path, arguments, message):
+    lines = [json.dumps({"tok": t, "layers": [[t % 3, 3]]}) for t in range(9)]
+    (tmp_path / "short.jsonl").write_text("\n".join(lines))
+    (tmp_path / "broken.jsonl").write_text("{")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["simulate_schedule.py", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        simulate_schedule.main()
+    assert re.fullmatch(message, caught.value.code)  # its dot is no line's end

@@ -12,7 +12,7 @@ import torch
 from kimi_k3.engine.agreement import Agreement
 from kimi_k3.engine.device_pools import STAGED, DevicePools, PoolLayout
 from kimi_k3.engine.page_pool import PagePool
-from kimi_k3.engine.prefix_index import Evicted, PrefixIndex, Snapshot, choose_stride
+from kimi_k3.engine.prefix_index import Evicted, Match, PrefixIndex, Snapshot, choose_stride
 from kimi_k3.engine.request import Request
 from kimi_k3.engine.runner import Piece
 from kimi_k3.engine.tier_store import TierStore
@@ -96,8 +96,7 @@ class Residency:
     def room_blocks(self, running: Sequence[Request]) -> int:
         """Places for blocks that are free, or would be if all that is only kept for reuse were dropped."""
         kept_blocks = self.pool.num_unshared - sum([self.unshared_blocks(request) for request in running])
-        read = {id(r.read_from) for r in running if r.read_from is not None and r.read_from.slot >= 0}
-        kept_slots = self.pool.num_slots - len(running) - len(read)
+        kept_slots = self.pool.num_slots - len(running)
         return self.pool.free_blocks + kept_slots * self.pool.blocks_per_page + kept_blocks
 
     # What a waiting request would find.
@@ -133,15 +132,15 @@ class Residency:
                 return None
         return block
 
-    def _slot_beside(self, snapshot: Snapshot | None) -> int | None:
+    def _slot_beside(self, snapshot: Snapshot | None, *, is_over: bool) -> int | None:
         """A slot for a request that starts from `snapshot`; where none is free, that one's own if nothing kept goes on from
-        it (it is what a chat's last turn left) or nothing else can go."""
-        slot = self.pool.add_slot()
+        it (it is what a chat's last turn left) or nothing else can go. is_over: that one's own at once."""
+        slot = None if is_over else self.pool.add_slot()
         if slot is not None:
             return slot
         if snapshot is None or snapshot.slot < 0 or snapshot.pins > 1:
             return self.slot()
-        if self.index.is_between(snapshot):
+        if self.index.is_between(snapshot) and not is_over:
             slot = self.slot()
         return self.index.take_slot(snapshot) if slot is None else slot
 
@@ -149,8 +148,8 @@ class Residency:
         """Where others may read the last block of its table, a copy takes its place; False where there is no room for one."""
         if self.pool.references[request.table[-1]] > 1:
             tail = self.block()
-            if tail is None:
-                return False
+            if tail is None:  # what was dropped in vain may have been the other reader
+                return self.pool.references[request.table[-1]] == 1
             self.pools.copy_block(self.pool.places[request.table[-1]], self.pool.places[tail])
             self.pool.free_block(request.table[-1])
             request.table[-1] = tail
@@ -177,18 +176,43 @@ class Residency:
 
         followers: requests that wait for this one's prefix.
         """
-        is_new = not request.is_running
-        if is_new and not self._admit(request, followers):
-            self.counts["held_allocation"] += 1
-            return None
-        piece = self._allot(request, count, is_new)
-        if piece is None and is_new:
-            self.preempt(request, "drop", is_counted=False)
-            is_alone = not any(r.is_running for r in self._requests.values())
-            if is_alone and self._admit(request, followers, is_cold=True):
-                piece = self._allot(request, count, is_new)
+        if request.is_running:
+            piece = self._allot(request, count, is_new=False)
+        else:
+            piece = self._start(request, count, followers)
         self.counts["held_allocation"] += piece is None
         return piece
+
+    def _start(self, request: Request, count: int, followers: Iterable[Request]) -> Piece | None:
+        """Make a waiting request run, with its first piece."""
+        # What a hit starts from lies in memory beside the request's own. Where that is too much, it is taken over; where that
+        # cannot be, in blocks, or is too much even for one request, the hit gives way. So whatever fits alone gets in.
+        is_alone = not any(r.is_running for r in self._requests.values())
+        may_give_way = is_alone or self.pools.layout.has_bf16_snapshots
+        for way in ("beside", "over", "cold") if may_give_way else ("beside", "over"):
+            match = self._admit(request, followers, way)
+            piece = None if match is None else self._allot(request, count, is_new=True)
+            if match is not None and piece is not None:
+                self._count_start(request, match)
+                return piece
+            if match is not None:
+                self.take_back(request)
+        return None
+
+    def _count_start(self, request: Request, match: Match) -> None:
+        self.index.touch(match)
+        request.is_parked = False
+        if not request.admitted_at:
+            request.admitted_at = time.monotonic()
+            request.reused_tokens = min(match.position, len(request.prompt))
+            self.counts["prompt_tokens"] += len(request.prompt)
+            self._count_hit(request)
+            if match.miss:
+                self.counts[f"miss_{match.miss}"] += 1
+        else:
+            replayed = max(0, len(request.tokens) - 1 - match.position)
+            request.replayed_tokens += replayed
+            self.counts["replayed_tokens"] += replayed
 
     def _allot(self, request: Request, count: int, is_new: bool) -> Piece | None:
         """Blocks for its next `count` tokens; None where they are short."""
@@ -204,11 +228,15 @@ class Residency:
             request.table.append(block)
         return Piece(request, end - request.done, [])
 
-    def _admit(self, request: Request, followers: Iterable[Request], *, is_cold: bool = False) -> bool:
-        """Make a waiting request run: its slot, and the blocks and the state of the longest kept prefix, unless is_cold."""
+    def _admit(self, request: Request, followers: Iterable[Request], way: str) -> Match | None:
+        """Its slot, and the blocks and the state of the longest kept prefix, "beside" which it begins, or whose slot it takes
+        "over", or "cold", without one. None, and nothing taken, where memory is short."""
         if self.tiers is not None and request.fetch_state == "ready":
             self.tiers.install(request, self.slot, self.block)
-        match = self.index.match(request.root, [] if is_cold else request.tokens)
+        if way == "cold":
+            match = Match(0, 0, None, [], "no_room")
+        else:
+            match = self.index.match(request.root, request.tokens)
         snapshot = match.snapshot
         if snapshot is not None:
             if not snapshot.pins:  # a tier may just have brought it
@@ -217,7 +245,7 @@ class Residency:
         request.table = [node.block for node in match.path]
         for block in request.table:
             self.pool.share_block(block)
-        slot = self._slot_beside(snapshot)
+        slot = self._slot_beside(snapshot, is_over=way == "over")
         has_tail = slot is not None and (match.position % self.block_size == 0 or self._own_tail(request))
         if snapshot is not None:
             snapshot.pins -= 1
@@ -225,35 +253,22 @@ class Residency:
             if slot is not None:
                 self.pool.free_slot(slot)
             self._free_table(request)
-            # A hit may keep its snapshot and the original of its last block in memory beside the request's own: where that is
-            # too much even for one request, the hit gives way.
-            is_alone = not any(r.is_running for r in self._requests.values())
-            return snapshot is not None and is_alone and self._admit(request, followers, is_cold=True)
+            return None
         request.slot, request.done = slot, match.position
         request.published, request.started_from = match.position, snapshot
         request.hidden = snapshot.hidden if snapshot is not None and match.position == len(request.tokens) else None
         if snapshot is not None and snapshot.blocks:
             self.pools.stage_blocks(self._places(snapshot))
             self.pools.unstage_slot(slot)
+        elif snapshot is not None and slot != snapshot.slot and match.position == len(request.tokens):
+            self.pools.copy_slot(snapshot.slot, slot)  # nothing runs in this step, and nothing stays pinned beyond it
         elif snapshot is not None and slot != snapshot.slot:
             request.read_from = snapshot
             snapshot.pins += 1
         elif snapshot is not None:  # it is kept no longer
             request.reuse = 0
-        self.index.touch(match)
-        if not request.admitted_at:
-            request.admitted_at = time.monotonic()
-            request.reused_tokens = min(match.position, len(request.prompt))
-            self.counts["prompt_tokens"] += len(request.prompt)
-            self._count_hit(request)
-            if match.miss:
-                self.counts[f"miss_{match.miss}"] += 1
-        else:
-            request.replayed_tokens += max(0, len(request.tokens) - 1 - match.position)
-            self.counts["replayed_tokens"] += max(0, len(request.tokens) - 1 - match.position)
-        request.is_parked = False
         self._plan_snapshots(request, match.matched, followers)
-        return True
+        return match
 
     def _count_hit(self, request: Request) -> None:
         left = request.reused_tokens
@@ -298,12 +313,11 @@ class Residency:
             out.append(Piece(request, count, exports))
         return out
 
-    def preempt(self, request: Request, how: str, *, is_counted: bool = True) -> None:
+    def preempt(self, request: Request, how: str) -> None:
         """Back to waiting. "park": its state stays as a snapshot, which may move to a tier; "drop": only those it left."""
-        if is_counted:
-            request.preemptions += 1
-            self.counts[f"preemptions_{how}"] += 1
-        if how == "park" and request.read_from is None and request.done:
+        request.preemptions += 1
+        self.counts[f"preemptions_{how}"] += 1
+        if how == "park" and request.done:
             request.saved.append(Snapshot(request.done, request.slot, is_end=True))
             request.slot = -1
             request.is_parked = True
@@ -387,7 +401,7 @@ class Residency:
     def _free_table(self, request: Request) -> None:
         for block in request.table:
             self.pool.free_block(block)
-        request.table = []
+        request.table, request.shares, request.counted_blocks = [], -1, 0
 
     def keep_decode_state(self, request: Request) -> None:
         """While decoding, a copy of the state on the grid where there is room: a preemption then costs less."""
@@ -406,7 +420,7 @@ class Residency:
 
     def publish_end(self, request: Request) -> None:
         """The state of a finished request becomes a snapshot: a later turn goes on from it."""
-        if self.prefix_cache and request.read_from is None:
+        if self.prefix_cache:
             request.saved.append(Snapshot(request.done, request.slot, is_end=True))
             request.slot = -1
             self.publish(request)

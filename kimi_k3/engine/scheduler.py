@@ -182,17 +182,19 @@ class _Step:
         """The next token for each that decodes, up to `limit` of them, while blocks last."""
         needs = sum([candidate.total > candidate.blocks_held * self.block for candidate in decoding])
         if needs <= self.room and len(decoding) <= limit:  # nearly always
-            self.rows = [(candidate.rid, 1) for candidate in decoding]
+            self.rows += [(candidate.rid, 1) for candidate in decoding]
             self.room -= needs
+            self.tokens -= len(decoding)
             decoding = ()
         for candidate in decoding:
             needed = candidate.total > candidate.blocks_held * self.block
-            if len(self.rows) >= limit or needed > self.room:
-                self.reasons[candidate.rid] = "budget" if len(self.rows) >= limit else "memory"
+            if limit <= 0 or needed > self.room:
+                self.reasons[candidate.rid] = "budget" if limit <= 0 else "memory"
             else:
                 self.room -= needed
                 self.rows.append((candidate.rid, 1))
-        self.tokens -= len(self.rows)
+                self.tokens -= 1
+                limit -= 1
 
     def take_back(self, candidate: Candidate, how: str, reason: str) -> None:
         """Preempt; a row or piece that was given is withdrawn."""
@@ -370,13 +372,16 @@ def schedule_dependency_aware(
             chosen, spare = candidate, free
             break
 
-    # 4. One token for each that decodes; where they are too many they take turns, and leave a block for prefill.
+    # 4. One token for each that decodes. Where that leaves no block for prefill, a step leaves one when each has had its turn
+    # since the last such step: of n who decode each waits at most 2 ceil(n / max_tokens_per_step) steps, prefill half as many
+    # and one.
     decoding = [c for c in running if c.is_decoding]
     work = [c for c in running if not c.is_decoding] + waiting
     work.sort(key=lambda c: (c is not chosen, keys[c.rid]))
     limit = resources.max_tokens_per_step
     if work and len(decoding) > limit - block:
-        limit = max(limit - block, 1)
+        had_turn = max([c.idle_steps for c in decoding]) <= -(-len(decoding) // limit)
+        limit -= block if had_turn or chosen is not None else 0
     if len(decoding) > limit:
         decoding.sort(key=lambda c: -c.idle_steps)
     step.give_tokens(decoding, limit)
@@ -447,6 +452,11 @@ def schedule_dependency_aware(
                 live.add(rid)
                 allowance -= count if left > 1 else 0
                 loads += [candidate.experts] if candidate.experts else []
+    rest = [c for c in decoding if step.reasons.get(c.rid) == "budget"][: step.tokens]  # prefill left it to them
+    for c in rest:
+        del step.reasons[c.rid]
+        loads += [c.experts] if c.experts else []
+    step.give_tokens(rest, len(rest))
     return step.close(_busiest(loads))
 
 

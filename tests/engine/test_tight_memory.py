@@ -74,7 +74,12 @@ def test_neither_decodes_nor_a_prefill_wait_long_where_a_step_is_too_small_for_b
     """Of a prompt of 40 blocks a piece runs once in ceil(n / tokens) + 1 steps; a token waits at most twice as long."""
     lives = [Life(rid, 0, 2, 10_000) for rid in range(num_decoding)]
     machine = Machine(
-        lives, schedule_dependency_aware, total_blocks=100_000, slot_blocks=1, max_num_seqs=1000, max_tokens_per_step=tokens
+        lives,
+        schedule_dependency_aware,
+        total_blocks=100_000,
+        slot_blocks=1,
+        max_num_seqs=1000,
+        max_tokens_per_step=tokens,
     )
     while not all(life.generated for life in lives):
         machine.step()

@@ -23,6 +23,7 @@ from kimi_k3.engine.tiers import HostTier, Tier
 from kimi_k3.preflight import available_memory
 
 READ_THREADS = 2
+GRACE_S = 1.0  # that threads get to end in, all together
 ASK_SECONDS = 0.25  # a far tier that has not said by then whether it has something has not
 logger = logging.getLogger(__name__)
 
@@ -211,7 +212,7 @@ class TierStack:
 
     def close(self, timeout: float = 10.0) -> None:
         """Write what is queued, and what the tiers that end with the process hold, to one that outlives it, for at most
-        `timeout` seconds in all; drop the rest (counted), end the threads and the tiers.
+        `timeout` seconds in all; drop the rest (counted), end the threads, which get a second for it, and the tiers.
         """
         if self._is_closed:
             return
@@ -231,8 +232,9 @@ class TierStack:
             for place in dropped:
                 self._pending_bytes -= self._writes.pop(place).num_bytes
             self._changed.notify_all()
+        deadline = max(deadline, time.monotonic() + GRACE_S)
         for thread in self._threads:  # a thread that hangs in a tier is a daemon: it cannot keep the process
-            thread.join(max(deadline - time.monotonic(), 1.0))
+            thread.join(max(deadline - time.monotonic(), 0.0))
         for tier in self.tiers:
             tier.close()
 

@@ -182,7 +182,10 @@ class LocalTier(Tier):
                 key = next(iter(self._held))
             if self.on_evict:
                 self.on_evict(key)
-            self._delete(key)
+            try:
+                self._delete(key)
+            except OSError:  # it stays where it is, and is counted no more, so that it bars no other
+                LocalTier._delete(self, key)
             self._count("evicted")
         return False
 
@@ -288,7 +291,6 @@ class DiskTier(LocalTier):
         if not isinstance(folder, (str, os.PathLike)):
             raise ValueError(f"DiskTier: want folder a path, got {folder!r}")
         self._folder = Path(folder) / self.codec.format  # another form's files are never met
-        self._folder.mkdir(parents=True, exist_ok=True)
         self._scan()
 
     def _path(self, key: str) -> Path:
@@ -296,7 +298,7 @@ class DiskTier(LocalTier):
 
     def _put(self, key: str, payload: Payload) -> bool:
         path = self._path(key)
-        if path.exists():
+        if path.is_file():
             self._touch(key)
             return True
         pieces = pack(key, payload, self.codec.format)
@@ -306,7 +308,7 @@ class DiskTier(LocalTier):
             self._scan()
         if not self._make_room(num_bytes):
             return False
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)  # someone may have removed them all
         with _open_temporary(path.parent) as file:
             try:
                 for piece in pieces:
@@ -326,13 +328,14 @@ class DiskTier(LocalTier):
             with open(self._path(key), "rb") as file:
                 data = torch.from_numpy(np.fromfile(file, dtype=np.uint8))
         except FileNotFoundError:
+            super()._delete(key)
             return None
         payload = unpack(key, data, self.codec.format)
         self._touch(key)
         return payload
 
     def _contains_each(self, keys: Sequence[str]) -> list[bool]:
-        return [self._path(key).exists() for key in keys]
+        return [self._path(key).is_file() for key in keys]
 
     def _delete(self, key: str) -> None:
         self._path(key).unlink(missing_ok=True)
@@ -347,10 +350,11 @@ class DiskTier(LocalTier):
     def _scan(self) -> None:
         """Count what the folder holds, whoever wrote it, and remove the temporary files of dead writers."""
         found, start = [], time.monotonic()
+        self._folder.mkdir(parents=True, exist_ok=True)
         for file in (file for shard in os.scandir(self._folder) if shard.is_dir() for file in os.scandir(shard)):
             key, _, kind = file.name.rpartition(".")
-            with suppress(FileNotFoundError):  # renamed or evicted meanwhile
-                if kind == "safetensors" and KEY.fullmatch(key):
+            with suppress(OSError):  # renamed or evicted meanwhile, or another user's
+                if kind == "safetensors" and KEY.fullmatch(key) and file.is_file(follow_symlinks=False):
                     status = file.stat()
                     found.append((status.st_mtime_ns, status.st_size, key))
                 elif kind == "tmp":
@@ -433,7 +437,8 @@ class RemoteTier(Tier):
         except self._errors.OutOfMemoryError:
             raise
         except self._errors.ValkeyError as error:
-            raise TierError("io", f"remote: {error}") from error
+            reason = "foreign" if str(error).startswith("WRONGTYPE") else "io"
+            raise TierError(reason, f"remote: {error}") from error
 
     def _put(self, key: str, payload: Payload) -> bool:
         pieces = pack(key, payload, self.codec.format)

@@ -115,6 +115,27 @@ def test_lossy_tiers_take_fewer_bytes_of_what_the_engine_stores(demo):
     assert stored[1] < 0.8 * stored[0]
 
 
+def test_a_stored_state_that_is_not_finite_is_a_miss(demo):
+    """Fault 6.2, of an entry that is whole and well packed."""
+    tier, prompt = HostTier(1 << 28), prompt_of(200, 0)
+    with KimiK3Generator(demo, tiers=(tier,), **SMALL) as gen:
+        gen.generate([prompt], SamplingParams(max_new_tokens=2))
+        gen.index.clear()
+        gen.tiers.stack.flush()
+        states = [key for key in tier.recent() if "-s" in key]
+        for key in states:
+            payload = {name: tensor.clone() for name, tensor in tier.read(key).items()}
+            for tensor in payload.values():
+                if tensor.is_floating_point():
+                    tensor.view(-1)[-1] = float("nan")
+            tier.delete(key)
+            assert tier.put(key, payload)
+        (result,) = gen.generate([[*prompt, 5]], SamplingParams(max_new_tokens=2))
+        assert states and result.reused_tokens == 0 and gen.tiers.counts["miss_damaged"] >= 1
+        gen.clear_prefix_cache()
+        assert gen.generate([[*prompt, 5]], SamplingParams(max_new_tokens=2))[0].token_ids == result.token_ids
+
+
 @pytest.mark.parametrize("difference", ["weights", "dtype", "activations", "block_size", "mode", "image"])
 def test_a_folder_that_describes_something_else_is_a_miss(demo, smooth, tmp_path, difference):
     """Fault 7.2: two runs over one folder that differ in one thing."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -609,3 +610,53 @@ def test_a_url_that_is_none_is_named_without_its_password(url):
         RemoteTier(url)
     assert "secret" not in str(caught.value) and caught.value.__suppress_context__
     assert url == "redis://:secret@host:port" or str(caught.value).endswith(f"got {url!r}")
+
+
+# What others do to a folder or a server
+
+
+def test_a_folder_that_was_removed_is_made_again(tmp_path):
+    tier = DiskTier(tmp_path / "deep", 1 << 20)
+    for number in range(3):
+        tier.put(key(number), entry(number))
+    shutil.rmtree(tmp_path / "deep")
+    assert tier.get(key(0)) is None and tier.put(key(1), entry(1)) and same(tier.get(key(1)), entry(1))
+    tier._scan()
+    assert tier.stats()["entries"] == 1 and len(stored_files(tmp_path)) == 1
+
+
+def test_odd_things_in_a_folder_are_left_alone(tmp_path):
+    """A directory, a link into nothing, a file without its owner's leave: nothing that a scan may fail on."""
+    tier = DiskTier(tmp_path, 1 << 20)
+    tier.put(key(0), entry(0))
+    shard = stored_files(tmp_path)[0].parent
+    (shard / ".a.tmp").mkdir()
+    (shard / ".b.tmp").symlink_to("nowhere")
+    (shard / f"{key(7)}.safetensors").mkdir()
+    again = DiskTier(tmp_path, 1 << 20)
+    assert again.stats()["entries"] == 1 and same(again.get(key(0)), entry(0))
+
+
+def test_an_entry_that_cannot_be_removed_bars_no_other(tmp_path, monkeypatch):
+    tier, unlink = DiskTier(tmp_path, 3 * file_bytes()), Path.unlink
+    tier.put(key(0), entry(0))
+
+    def refused(path, missing_ok=False):
+        if key(0) in path.name:
+            raise PermissionError(f"another user's: {path}")
+        unlink(path, missing_ok=missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refused)
+    for number in range(1, 8):
+        assert tier.put(key(number), entry(number)) and same(tier.get(key(number)), entry(number))
+    assert tier.stats()["entries"] <= 3 and tier.contains(key(0))
+
+
+def test_a_value_of_another_type_is_foreign_and_removed(server):
+    tier = RemoteTier(server.url)
+    tier._client.lpush(tier._name(key(1)), "x")
+    with pytest.raises(TierError) as caught:
+        tier.get(key(1))
+    assert caught.value.reason == "foreign" and tier.stats()["foreign"] == 1
+    assert tier.get(key(1)) is None and tier.put(key(1), entry(1)) and same(tier.get(key(1)), entry(1))
+    tier.close()

@@ -207,6 +207,39 @@ def test_what_goes_is_what_is_worth_least(slot_bytes, block_bytes, most, worse_p
     assert pool.num_slots == pool.num_blocks == index.num_snapshots == 0
 
 
+def evicted_after(pool, index, change, count):
+    """(Prompt, position) of the next `count` that go when 100 equally young prompts are ranked, and then `change` is made."""
+    gone = []
+    for first in range(100):
+        publish(index, pool, [first] * 8, [8], ends=[8])
+    for snapshot in index._snapshots:
+        snapshot.used = index.clock
+    assert index.evict()
+    change()
+    index.on_evict = lambda e: gone.append((e.path[0].tokens[0], e.snapshot.position))
+    while len(gone) < count:
+        assert index.evict()
+    return gone
+
+
+def test_the_grid_of_a_new_prompt_goes_before_older_ends_while_states_weigh_more():
+    pool, index = make_index(pages=400, slot_bytes=100, block_bytes=1)
+    gone = evicted_after(pool, index, lambda: publish(index, pool, [-1] * 16, [4, 8, 12, 16], ends=[16]), 4)
+    assert gone[:3] == [(-1, 12), (-1, 4), (-1, 8)] and gone[3][0] != -1
+
+
+def test_a_state_from_which_a_newer_one_goes_on_goes_before_ends_while_states_weigh_more():
+    pool, index = make_index(pages=400, slot_bytes=100, block_bytes=1)
+    gone = evicted_after(pool, index, lambda: publish(index, pool, [70] * 16, [16], ends=[16]), 2)
+    assert gone[0] == (70, 8) and gone[1][0] != 70
+
+
+def test_an_end_that_now_holds_the_latents_goes_next():
+    pool, index = make_index(pages=400, slot_bytes=1, block_bytes=100)
+    gone = evicted_after(pool, index, lambda: publish(index, pool, [-1] * 8, [4, 8]), 3)
+    assert gone[:2] == [(-1, 8), (-1, 4)] and gone[2][0] != -1
+
+
 def test_equal_histories_evict_the_same():
     def victims():
         rng, gone, known, pinned = random.Random(5), [], [], []

@@ -419,8 +419,7 @@ class _AwareStep(_Step):
 
     def give_rest(self) -> None:
         """What prefill left, to those who decode and had no turn."""
-        rest = [c for c in self.decoding if self.reasons.get(c.rid) == "budget"] if self.work else []
-        rest = rest[: self.tokens]
+        rest = [c for c in self.decoding if self.reasons.get(c.rid) == "budget"][: self.tokens]
         for c in rest:
             del self.reasons[c.rid]
             self.loads += [c.experts] if c.experts else []

@@ -467,7 +467,7 @@ class Simulation:
         candidates = self._candidates()
         resources = Resources(
             self.total_blocks - self.live_blocks, self.slot_blocks, self.total_blocks, BLOCK, self.max_num_seqs,
-            self.max_tokens, True, self.block_bytes, stall_tokens=self.pace.tokens(),
+            self.max_tokens, stall_tokens=self.pace.tokens(),
         )  # fmt: skip
         started = time.thread_time()
         plan = self.schedule(candidates, resources)

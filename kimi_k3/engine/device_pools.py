@@ -200,10 +200,6 @@ class DevicePools:
             _check(latents, (latents.shape[0], sample.shape[2]), sample.dtype, f"latents of layer {i}")
             self.pools[i][0][place, : latents.shape[0]].copy_(latents, non_blocking=True)
 
-    def read_slot(self, slot: int, heads: tuple[int, int]) -> dict[str, Tensor]:
-        """`read_slices` of one slice."""
-        return self.read_slices(slot, [heads])[0]
-
     def read_slices(self, slot: int, slices: Sequence[tuple[int, int]]) -> list[dict[str, Tensor]]:
         """Of each range of heads views of one copy of a state on the CPU, see `copied`: states_<layer> [H, K, V],
         windows_<layer> [W - 1, 3, H, K].

@@ -407,8 +407,8 @@ class KimiK3Generator:
         return Resources(
             room_blocks=self.memory.room_blocks(running), slot_blocks=layout.blocks_per_page,
             total_blocks=self.pool.total_blocks, block_size=self.block_size, max_num_seqs=self.max_num_seqs,
-            max_tokens_per_step=self.max_tokens_per_step, can_park=True, bytes_per_block=layout.block_bytes,
-            expert_budget=self._expert_budget, stall_tokens=self._stall_tokens,
+            max_tokens_per_step=self.max_tokens_per_step, expert_budget=self._expert_budget,
+            stall_tokens=self._stall_tokens,
         )  # fmt: skip
 
     def _find_dependencies(self, running: list[Request], waiting: list[Request]) -> None:

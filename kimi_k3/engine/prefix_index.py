@@ -9,6 +9,7 @@ those of a PagePool.
 from __future__ import annotations
 
 import hashlib
+import heapq
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,9 @@ from kimi_k3.engine.page_pool import PagePool
 
 # How much more a snapshot where a prompt, a message or an answer ends is worth than one in between.
 END_WEIGHT = 8.0
+# So much the bytes of either count when the cost of recomputing is set against them.
+SNAPSHOT_WEIGHT, LATENT_WEIGHT = 1.0, 1.0
+RANKED_PART = 16  # what is kept is valued anew once events (uses, publications, evictions) are this part of it
 
 
 @dataclass(eq=False)
@@ -51,16 +55,11 @@ class Node:
     block: int = -1  # handle
     children: dict[int, list[Node]] = field(default_factory=dict)  # by first token
     snapshots: dict[int, Snapshot] = field(default_factory=dict)  # by position
-    used: int = 0
     heat: float = 0.0  # the share of attention that its block drew lately; 0 where that is not recorded
 
     @property
     def end(self) -> int:
         return self.start + len(self.tokens)
-
-    def all_children(self) -> Iterator[Node]:
-        for nodes in self.children.values():
-            yield from nodes
 
 
 @dataclass
@@ -91,14 +90,6 @@ def chain(key: bytes, tokens: Iterable[int]) -> bytes:
     return hashlib.sha256(key + array("i", tokens).tobytes()).digest()
 
 
-def key_at(root: bytes, tokens: Sequence[int], position: int, block_size: int) -> bytes:
-    """The digest of `tokens[:position]` under a root: block by block, then the rest."""
-    key = root
-    for start in range(0, position, block_size):
-        key = chain(key, tokens[start : min(start + block_size, position)])
-    return key
-
-
 def choose_stride(length: int, slots: int, block_size: int = 64) -> int:
     """The finest grid of snapshots over `length` tokens that needs at most `slots`: block_size times a power of two;
     0: none."""
@@ -110,28 +101,38 @@ def choose_stride(length: int, slots: int, block_size: int = 64) -> int:
     return stride
 
 
+# What a snapshot is worth; the least goes first. (tokens that its next use would save for each byte it holds, fading with
+# age; the power of two that divides its position; minus its position; whether it lies in between)
+_Value = tuple[float, int, int, bool]
+_Ranked = tuple[_Value, int, Snapshot]  # the number tells entries of one value apart: the first entered goes first
+
+
 class PrefixIndex:
-    """
+    """All prefixes that are kept for reuse: finds the longest one for a prompt, takes in new ones, and drops the one that is
+    worth least when its memory is wanted.
+
     Args:
         pool: where slots and blocks come from; the index frees what it owns there.
         block_size: tokens.     slot_bytes, block_bytes: what a snapshot and a block weigh.
-        snapshot_weight, latent_weight: their bytes count so much when the cost of recomputing is set against them.
         on_evict: called with everything that is about to be freed.
     """
 
     def __init__(
         self, pool: PagePool, block_size: int, slot_bytes: int, block_bytes: int,
-        snapshot_weight: float = 1.0, latent_weight: float = 1.0, on_evict: Callable[[Evicted], None] | None = None,
+        on_evict: Callable[[Evicted], None] | None = None,
     ) -> None:  # fmt: skip
         self.pool, self.block_size = pool, block_size
         self.slot_bytes, self.block_bytes = slot_bytes, block_bytes
-        self.snapshot_weight, self.latent_weight = snapshot_weight, latent_weight
         self.on_evict = on_evict
         self._roots: dict[bytes, Node] = {}
         self._snapshots: dict[Snapshot, Node] = {}
         self.num_blocks = 0  # of nodes
         self.clock = 0
         self.evictions = 0
+        self._ranked: tuple[list[_Ranked], list[_Ranked]] = ([], [])  # heaps: of ends of paths, of those in between
+        self._num_ranked = 0
+        self._ranked_at = 0  # the clock then
+        self._rank_again_at = 0  # a count of events
 
     @property
     def num_snapshots(self) -> int:
@@ -140,6 +141,10 @@ class PrefixIndex:
     @property
     def num_snapshot_blocks(self) -> int:
         return sum(len(snapshot.blocks) for snapshot in self._snapshots)
+
+    @property
+    def num_events(self) -> int:
+        return self.clock + self.evictions
 
     # What is known.
 
@@ -152,7 +157,7 @@ class PrefixIndex:
             following, longest = None, 0
             # Siblings may begin alike: a state inside the common part of any of them serves.
             for child in node.children.get(chunk[0], ()):
-                common = _common(child.tokens, chunk)
+                common = common_length(child.tokens, chunk)
                 if common > longest:
                     following, longest = child, common
                 for snapshot in child.snapshots.values():
@@ -177,7 +182,6 @@ class PrefixIndex:
         """A hit was used: what it stands on grows young again."""
         self.clock += 1
         for node in match.path:
-            node.used = self.clock
             for snapshot in node.snapshots.values():
                 if snapshot.position <= match.position:
                     snapshot.used = self.clock
@@ -195,12 +199,12 @@ class PrefixIndex:
         """
         self.clock += 1
         wanted = sorted(snapshots, key=lambda s: s.position)
+        added: list[Snapshot] = []
         last = max((s.position for s in wanted if s.position <= len(tokens)), default=0)
         node = self._roots.setdefault(root, Node((), 0, root, None))
         for index, start in enumerate(range(0, last, self.block_size)):
             chunk = tuple(tokens[start : min(start + self.block_size, last)])
             node = self._extend(node, chunk, start, blocks[index])
-            node.used = self.clock
             node.heat = heat[index] if index < len(heat) else node.heat
             for snapshot in [s for s in wanted if start < s.position <= start + len(chunk)]:
                 wanted.remove(snapshot)
@@ -209,19 +213,24 @@ class PrefixIndex:
                 if kept is None:
                     node.snapshots[snapshot.position] = snapshot
                     self._snapshots[snapshot] = node
+                    added.append(snapshot)
                 else:
                     kept.is_end, kept.used = kept.is_end or snapshot.is_end, self.clock
                     kept.hidden = snapshot.hidden if kept.hidden is None else kept.hidden
                     snapshot.free(self.pool)
         for snapshot in wanted:
             snapshot.free(self.pool)
+        if added:
+            before, _ = self._before(self._snapshots[added[0]], added[0].position)
+            for snapshot in added if before is None else [before, *added]:  # the one before lies in between now
+                self._enter(snapshot)
         self._drop_root_if_empty(root)
 
     def _extend(self, parent: Node, chunk: tuple[int, ...], start: int, block: int) -> Node:
         """The child of `parent` that begins with `chunk`, added or grown where needed."""
         found = parent.children.setdefault(chunk[0], [])
         for child in found:
-            common = _common(child.tokens, chunk)
+            common = common_length(child.tokens, chunk)
             if common == len(chunk):
                 return child
             if common == len(child.tokens):  # a shorter block that ends inside this one: the longer one takes its place
@@ -248,52 +257,79 @@ class PrefixIndex:
         """Drop the snapshot whose loss costs least for its bytes, with the blocks only it needs. False: nothing to drop.
 
         While snapshots weigh more than latents, those in between go first, the finest grid first: at last only the ends
-        of paths are left.
+        of paths are left. Ages are those of the last ranking.
         """
-        candidates = [s for s in self._snapshots if not s.pins]
-        if not candidates:
+        is_due = self.num_events >= self._rank_again_at
+        victim = None if is_due else self._next_victim()
+        if victim is None:  # or all that was ranked is gone or pinned
+            self._rank()
+            victim = self._next_victim()
+        if victim is None:
             return False
-        if len(self._snapshots) * self.slot_bytes > self.num_blocks * self.block_bytes:
-            between = [s for s in candidates if self.is_between(s)]
-            candidates = between or candidates
-        self.drop(min(candidates, key=self._value))
+        self.drop(victim)
         return True
+
+    def _rank(self) -> None:
+        """Value all that is kept."""
+        self._ranked_at, self._ranked = self.clock, ([], [])
+        self._rank_again_at = self.num_events + max(1, len(self._snapshots) // RANKED_PART)
+        for number, snapshot in enumerate(self._snapshots):
+            value = self._value(snapshot)
+            self._ranked[value[-1]].append((value, number, snapshot))
+        self._num_ranked = len(self._snapshots)
+        for heap in self._ranked:
+            heapq.heapify(heap)
+
+    def _enter(self, snapshot: Snapshot) -> None:
+        """Give it its place in the ranking, beside any that it had before; not where all are to be ranked anew."""
+        if self.num_events < self._rank_again_at:
+            value = self._value(snapshot)
+            heapq.heappush(self._ranked[value[-1]], (value, self._num_ranked, snapshot))
+            self._num_ranked += 1
+
+    def _next_victim(self) -> Snapshot | None:
+        """Takes the least off the ranking; one that has changed since it got its place there gets another first."""
+        ends, between = self._ranked
+        while ends or between:
+            is_heavy = len(self._snapshots) * self.slot_bytes > self.num_blocks * self.block_bytes
+            is_between = not ends or bool(between and (is_heavy or between[0] < ends[0]))
+            value, _, snapshot = heapq.heappop(between if is_between else ends)
+            if snapshot in self._snapshots and not snapshot.pins:
+                if value == self._value(snapshot):
+                    return snapshot
+                self._enter(snapshot)
+        return None
 
     def is_between(self, snapshot: Snapshot) -> bool:
         """Whether what is kept goes on after it."""
         node = self._snapshots[snapshot]
-        return any(position > snapshot.position for position in node.snapshots) or bool(node.children)
+        return bool(node.children) or max(node.snapshots) > snapshot.position
 
-    def _value(self, snapshot: Snapshot) -> tuple[float, int, int]:
-        """Tokens that its next use would save for each byte it holds, fading with age; then the coarser position.
-
-        The blocks in which attention looked of late make it up to twice as dear: a guess at which branch goes on, and no
-        more, as exact attention reads cold blocks as well.
-        """
-        node = self._snapshots[snapshot]
-        before, heat = self._stretch(node, snapshot.position)
-        saved = snapshot.position - before
-        held = self.snapshot_weight * self.slot_bytes
-        if not self.is_between(snapshot):
-            held += self.latent_weight * self.block_bytes * saved / self.block_size
-        age = self.clock - snapshot.used
+    def _value(self, snapshot: Snapshot) -> _Value:
+        """The blocks in which attention looked of late make it up to twice as dear: a guess at which branch goes on, and no
+        more, as exact attention reads cold blocks as well."""
+        before, heat = self._before(self._snapshots[snapshot], snapshot.position)
+        saved = snapshot.position - (0 if before is None else before.position)
+        is_between = self.is_between(snapshot)
+        held = SNAPSHOT_WEIGHT * self.slot_bytes
+        if not is_between:
+            held += LATENT_WEIGHT * self.block_bytes * saved / self.block_size
+        age = max(self._ranked_at - snapshot.used, 0)
         weight = END_WEIGHT if snapshot.is_end else 1.0
-        return (
-            weight * (1 + heat) * saved / held / (1 + age),
-            snapshot.position & -snapshot.position,
-            -snapshot.position,
-        )
+        worth = weight * (1 + heat) * saved / held / (1 + age)
+        return worth, snapshot.position & -snapshot.position, -snapshot.position, is_between
 
-    def _stretch(self, node: Node | None, position: int) -> tuple[int, float]:
-        """The position of the snapshot before this one, and the heat of the blocks in between."""
+    def _before(self, node: Node | None, position: int) -> tuple[Snapshot | None, float]:
+        """The snapshot before this position, and the heat of the blocks in between."""
         heat = 0.0
         while node is not None:
             heat += node.heat
-            before = max((p for p in node.snapshots if p < position), default=0)
-            if before:
-                return before, heat
+            if node.snapshots:
+                before = max([p for p in node.snapshots if p < position], default=0)
+                if before:
+                    return node.snapshots[before], heat
             node = node.parent
-        return 0, heat
+        return None, heat
 
     def drop(self, snapshot: Snapshot) -> None:
         self._take_out(snapshot)
@@ -320,6 +356,10 @@ class PrefixIndex:
             node = parent
         if node.parent is None:
             self._drop_root_if_empty(node.key)
+        elif not node.children:
+            self._enter(node.snapshots[max(node.snapshots)])  # now it is an end, and holds the latents before it
+        if not self._snapshots:
+            self._ranked, self._rank_again_at = ([], []), 0
 
     def _drop_root_if_empty(self, root: bytes) -> None:
         if root in self._roots and not self._roots[root].children:
@@ -361,7 +401,7 @@ class PrefixIndex:
             yield Evicted(node, snapshot, self.path_to(node))
 
 
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
+def common_length(a: Sequence[int], b: Sequence[int]) -> int:
     """Length of the common beginning."""
     if a == b:  # most often
         return len(a)

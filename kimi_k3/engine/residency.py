@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from kimi_k3.engine.agreement import Agreement
 from kimi_k3.engine.device_pools import STAGED, DevicePools, PoolLayout
 from kimi_k3.engine.page_pool import PagePool
-from kimi_k3.engine.prefix_index import Evicted, Match, PrefixIndex, Snapshot, choose_stride
+from kimi_k3.engine.prefix_index import Evicted, Match, PrefixIndex, Snapshot, choose_stride, common_length
 from kimi_k3.engine.request import Request
 from kimi_k3.engine.runner import Piece
 from kimi_k3.engine.tier_store import TierStore
@@ -25,7 +25,8 @@ REFRESH_STEPS = 16  # the match of a request that waits for another is looked up
 
 
 class Residency:
-    """
+    """Gives requests their slots and blocks, starts them from what is kept for reuse, and keeps what they leave.
+
     Args: as KimiK3Generator's; requests: those not finished, in order of arrival; counts: where events are counted.
     """
 
@@ -55,8 +56,6 @@ class Residency:
 
     def _num_pages(self, layout: PoolLayout, memory: int | str, num_blocks: int | None, device: torch.device) -> int:
         if num_blocks is not None:
-            if num_blocks < 1:
-                raise ValueError(f"KimiK3Generator: want num_blocks >= 1, got {num_blocks}")
             return self.max_num_seqs + -(-num_blocks // layout.blocks_per_page)
         if memory == "auto":
             memory = _free_memory(device)
@@ -103,7 +102,7 @@ class Residency:
 
     def look_up(self, request: Request, step: int) -> None:
         """What the index and the tiers hold for a waiting request; looked up again when they may have changed."""
-        version = self.index.clock + self.index.evictions
+        version = self.index.num_events
         is_stale = request.reuse_version != version and (
             request.reuse_version < 0 or request.waits_for is None or step % REFRESH_STEPS == 0
         )
@@ -119,18 +118,18 @@ class Residency:
     # Slots and blocks.
 
     def slot(self) -> int | None:
-        """A KDA slot, at the cost of cached snapshots where none is free."""
-        while (slot := self.pool.add_slot()) is None:
-            if not (self.index.evict() or self._drop_saved()):
-                return None
-        return slot
+        """A KDA slot, at the cost of what is only kept for reuse where none is free."""
+        return self._obtain(self.pool.add_slot)
 
     def block(self) -> int | None:
         """A latent block, as `slot`."""
-        while (block := self.pool.add_block()) is None:
-            if not (self.index.evict() or self._drop_saved()):
+        return self._obtain(self.pool.add_block)
+
+    def _obtain(self, add: Callable[[], int | None], *, may_drop_saved: bool = True) -> int | None:
+        while (found := add()) is None:
+            if not (self.index.evict() or (may_drop_saved and self._drop_saved())):
                 return None
-        return block
+        return found
 
     def _slot_beside(self, snapshot: Snapshot | None, *, is_over: bool) -> int | None:
         """A slot for a request that starts from `snapshot`; where none is free, that one's own if nothing kept goes on from
@@ -154,13 +153,6 @@ class Residency:
             self.pool.free_block(request.table[-1])
             request.table[-1] = tail
         return True
-
-    def _spare_slot(self) -> int | None:
-        """As `slot`, but what a request has saved stays: this step's forward may be about to write it."""
-        while (slot := self.pool.add_slot()) is None:
-            if not self.index.evict():
-                return None
-        return slot
 
     def _drop_saved(self) -> bool:
         """Give up a snapshot that a prefill under way has left and not published: it must not stand in anyone's way."""
@@ -285,7 +277,7 @@ class Residency:
         if self.prefix_cache:
             wanted |= {matched} if done < matched <= total else set()
             for other in followers:
-                shared = _common_tokens(request.prompt, other.prompt)
+                shared = common_length(request.prompt, other.prompt)
                 wanted |= {shared} if done < shared <= total else set()
             # The grid may use half of what is free or given to snapshots now.
             layout = self.pools.layout
@@ -306,7 +298,8 @@ class Residency:
             end = request.done + count
             while request.wanted and request.wanted[0] <= end:
                 position = request.wanted.pop(0)
-                slot = self._spare_slot() if position > request.done else None
+                # What a request has saved stays: this step's forward may be about to write it.
+                slot = self._obtain(self.pool.add_slot, may_drop_saved=False) if position > request.done else None
                 if slot is not None:
                     exports.append((position, slot))
                     request.saved.append(Snapshot(position, slot, is_end=position in request.boundaries))
@@ -453,10 +446,6 @@ class Residency:
             self.tiers.close(self.index.entries())
         self.index.on_evict = None
         self.index.clear()
-
-
-def _common_tokens(a: Sequence[int], b: Sequence[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
 def _free_memory(device: torch.device) -> int:

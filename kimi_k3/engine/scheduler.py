@@ -51,8 +51,6 @@ class Resources(NamedTuple):
     block_size: int
     max_num_seqs: int
     max_tokens_per_step: int
-    can_park: bool  # a tier exists that takes states
-    bytes_per_block: int
     expert_budget: float = 0.0  # 0: off; else the load of the busiest expert rank above which admission is throttled
     stall_tokens: int = 0  # prompt tokens beside decodes that make a step last `Policy.stall` of them; 0: not known yet
     park_tokens: int = 256  # parking and fetching one state costs as much as computing this many tokens
@@ -287,177 +285,231 @@ def schedule_dependency_aware(
     that computes it to their place in the order; bounds the prefill of a step in which others decode; parks or drops by
     cost; asks for tier data ahead; and admits nobody who would load the busiest expert rank above `expert_budget`.
     """
-    step, block = _Step(resources), resources.block_size
-    order = sorted(candidates, key=itemgetter(1))
-    running = [c for c in order if c.is_running]
-    waiting = [c for c in order if not c.is_running]
-    waits_for = {c.rid: c.waits_for for c in waiting if c.waits_for is not None}
-    step.seqs = len(running)
+    step = _AwareStep(candidates, resources, policy)
+    step.make_room()
+    step.put_waiting_in_order()
+    step.make_way()
+    step.decode()
+    step.prefill()
+    step.give_rest()
+    return step.close(_busiest(step.loads))
 
-    def put_running_in_order() -> None:
+
+class _AwareStep(_Step):
+    """The parts of `schedule_dependency_aware`: each method is one, called in their order."""
+
+    def __init__(self, candidates: Sequence[Candidate], resources: Resources, policy: Policy) -> None:
+        super().__init__(resources)
+        self.policy = policy
+        self.order = sorted(candidates, key=itemgetter(1))
+        self.running = [c for c in self.order if c.is_running]
+        self.waiting = [c for c in self.order if not c.is_running]
+        self.waits_for = {c.rid: c.waits_for for c in self.waiting if c.waits_for is not None}
+        self.seqs = len(self.running)
+        self.is_closed = False  # nobody is admitted any more
+        self.spare = 0  # blocks beside what those who run will want within the horizon
+        self.is_stuck = False  # nobody was admitted for a quantum
+        self.has_claim = False  # somebody who waits may take the place of others
+        self.asked = 0  # of those who wait: whose tier data was asked for
+        self.keys: dict[int, Key] = {}  # the order of those who prefill or wait
+        self.chosen: Candidate | None = None  # it has taken the place of others
+        self.decoding: list[Candidate] = []  # those who run and decode, whose turn it is first
+        self.work: list[Candidate] = []  # all others, in order
+        self.loads: list[tuple[float, ...]] = []  # of experts, by those who run
+
+    def make_room(self) -> None:
+        """Memory for those that run: a token for each that decodes, and a block for the first in order whatever it does."""
+        needed = self._blocks_to_decode()
+        if needed + 1 > self.room:
+            self._put_running_in_order()
+        while needed + 1 > self.room and len(self.running) > 1:
+            first, needed = self.running[0], self._blocks_to_decode()
+            if not first.is_decoding:
+                needed += self.blocks_at(first, min(first.total, first.done - first.done % self.block + self.block))
+            if needed <= self.room:
+                break
+            self._park_or_drop(self.running[-1], "memory")
+        self.is_closed = bool(self.preempt)  # what was just freed is for those who run
+
+    def put_waiting_in_order(self) -> None:
+        """Who comes next: in order of arrival, priority counting as earlier and a long prefill as later."""
+        policy, running, waiting = self.policy, self.running, self.waiting
+        self.spare = self.room
+        if waiting:
+            ends = [c.total + min(policy.horizon, c.remaining_new) for c in running]
+            self.spare -= sum([-(-end // self.block) - c.blocks_held for c, end in zip(running, ends)])
+            self.is_stuck = min([c.ran_steps for c in running], default=policy.quantum) >= policy.quantum
+            is_urgent = bool(running) and max([c.priority for c in waiting]) > min([c.priority for c in running])
+            self.has_claim = is_urgent or (self.is_stuck and max([c.idle_steps for c in waiting]) >= policy.patience)
+        fetches = [c.fetch for c in waiting]
+        self.asked = fetches.count("pending") + fetches.count("ready")
+        work = [c for c in running if not c.is_decoding]
+        if len(work) <= 1 and self._is_full(may_ask=self.asked < policy.lookahead and "absent" in fetches):
+            reason = "memory" if self.seqs < self.resources.max_num_seqs else "max_num_seqs"
+            self.reasons.update(dict.fromkeys([c.rid for c in waiting], reason))
+            self.waiting, self.waits_for = [], {}
+        if self.has_claim:
+            self._put_running_in_order()
+        for c in (*work, *self.waiting):
+            later = policy.length_worth * ((c.total - (c.done or c.reuse)) // self.block).bit_length()
+            turn = c.arrival - policy.priority_worth * c.priority + later
+            self.keys[c.rid] = (turn, c.arrival, 0)
+        _inherit(self.keys, self.waits_for)
+        self.waiting.sort(key=lambda c: self.keys[c.rid])
+
+    def make_way(self) -> None:
+        """One of them may take the place of others: of lower priority; of anyone when it is old and nothing moves."""
+        if not self.has_claim or not self.running or self.is_closed:
+            return
+        live = {c.rid for c in self.running}
+        for candidate in self.waiting[: self.policy.lookahead]:
+            if candidate.fetch in ("absent", "pending") or candidate.waits_for in live:
+                continue
+            victims, free = self._victims_for(candidate)
+            if victims:
+                for victim in victims:
+                    self._park_or_drop(victim, "demoted")
+                self.chosen, self.spare = candidate, free
+                return
+
+    def decode(self) -> None:
+        """One token for each that decodes. Where that leaves no block for prefill, a step leaves one when each has had its turn
+        since the last such step: of n who decode each waits at most 2 ceil(n / max_tokens_per_step) steps, prefill half as
+        many and one."""
+        self.decoding = decoding = [c for c in self.running if c.is_decoding]
+        self.work = [c for c in self.running if not c.is_decoding] + self.waiting
+        self.work.sort(key=lambda c: (c is not self.chosen, self.keys[c.rid]))
+        limit = self.resources.max_tokens_per_step
+        if self.work and len(decoding) > limit - self.block:
+            had_turn = max([c.idle_steps for c in decoding]) <= -(-len(decoding) // limit)
+            limit -= self.block if had_turn or self.chosen is not None else 0
+        if len(decoding) > limit:
+            decoding.sort(key=lambda c: -c.idle_steps)
+        self.give_tokens(decoding, limit)
+        self.loads = [c.experts for c in decoding if c.experts and c.rid not in self.reasons]
+
+    def prefill(self) -> None:
+        """Prefill pieces and admission."""
+        if not self.work:
+            return
+        block, allowance = self.block, self._prompt_tokens()
+        live = {c.rid for c in self.running}
+        for candidate in self.work:
+            rid, start = candidate.rid, candidate.done or candidate.reuse
+            left = candidate.total - start
+            tokens = self.tokens if left <= 1 else min(allowance, self.tokens)
+            if (start + tokens) // block * block - start < min(block // 2, left):  # a sliver: up to the next block
+                tokens = min(tokens + -start % block, self.tokens)
+            count = self.piece(candidate, tokens, self.room)
+            if candidate.is_running:
+                reason = "" if count > 0 else "budget" if tokens < min(block, left) else "memory"
+            elif tokens < min(block, left):
+                reason = self._refusal(candidate, live) or "budget"
+            else:
+                reason = self._refusal(candidate, live) or self._lack(candidate, count, is_alone=not live)
+            if reason:
+                self.reasons[rid] = reason
+                continue
+            self.give(candidate, count)
+            allowance -= count if candidate.is_running or left > 1 else 0
+            if not candidate.is_running:
+                self.spare -= self._expected(candidate)
+                live.add(rid)
+                self.loads += [candidate.experts] if candidate.experts else []
+
+    def give_rest(self) -> None:
+        """What prefill left, to those who decode and had no turn."""
+        rest = [c for c in self.decoding if self.reasons.get(c.rid) == "budget"][: self.tokens]
+        for c in rest:
+            del self.reasons[c.rid]
+            self.loads += [c.experts] if c.experts else []
+        self.give_tokens(rest, len(rest))
+
+    # What the parts ask.
+
+    def _blocks_to_decode(self) -> int:
+        return sum([c.total > c.blocks_held * self.block for c in self.running if c.is_decoding])
+
+    def _put_running_in_order(self) -> None:
         """Who gives way comes last. Needed only where somebody may have to."""
-        turns: dict[int, Key] = {c.rid: (c.arrival - policy.priority_worth * c.priority, c.arrival, 0) for c in order}
-        _inherit(turns, waits_for)
-        running.sort(key=lambda c: turns[c.rid])
+        worth = self.policy.priority_worth
+        turns: dict[int, Key] = {c.rid: (c.arrival - worth * c.priority, c.arrival, 0) for c in self.order}
+        _inherit(turns, self.waits_for)
+        self.running.sort(key=lambda c: turns[c.rid])
 
-    def expected(candidate: Candidate) -> int:
+    def _park_or_drop(self, candidate: Candidate, reason: str) -> None:
+        is_dear = candidate.replay_if_dropped > self.resources.park_tokens
+        self.take_back(candidate, "park" if is_dear else "drop", reason)
+        self.running.remove(candidate)
+
+    def _expected(self, candidate: Candidate) -> int:
         """Blocks it will want within the horizon, from now."""
-        return step.blocks_at(candidate, candidate.total + min(policy.horizon, candidate.remaining_new))
+        return self.blocks_at(candidate, candidate.total + min(self.policy.horizon, candidate.remaining_new))
 
-    def preempt(candidate: Candidate, reason: str) -> None:
-        is_dear = candidate.replay_if_dropped > resources.park_tokens
-        step.take_back(candidate, "park" if resources.can_park and is_dear else "drop", reason)
-        running.remove(candidate)
+    def _is_full(self, *, may_ask: bool) -> bool:
+        """Whether nothing can be done for those who wait; common when memory is full."""
+        has_seat = self.spare > self.resources.slot_blocks and self.seqs < self.resources.max_num_seqs
+        has_seat = has_seat or not self.running
+        return not may_ask and (self.is_closed or not (has_seat or self.has_claim))
 
-    # 1. Memory for those that run: a token for each that decodes, and a block for the first in order whatever it does.
-    needed = sum([c.total > c.blocks_held * block for c in running if c.is_decoding])
-    if needed + 1 > step.room:
-        put_running_in_order()
-    while needed + 1 > step.room and len(running) > 1:
-        first = running[0]
-        needed = sum([c.total > c.blocks_held * block for c in running if c.is_decoding])
-        if not first.is_decoding:
-            needed += step.blocks_at(first, min(first.total, first.done - first.done % block + block))
-        if needed <= step.room:
-            break
-        preempt(running[-1], "memory")
-    is_closed = bool(step.preempt)  # to others: what was just freed is for those who run
-
-    # 2. Who comes next: in order of arrival, priority counting as earlier and a long prefill as later.
-    horizon, spare = policy.horizon, step.room  # spare: beside what those who run will want
-    if waiting:
-        spare -= sum([-(-(c.total + min(horizon, c.remaining_new)) // block) - c.blocks_held for c in running])
-    is_stuck = min([c.ran_steps for c in running], default=policy.quantum) >= policy.quantum
-    has_claim = running and waiting and max([c.priority for c in waiting]) > min([c.priority for c in running])
-    has_claim = has_claim or (is_stuck and max([c.idle_steps for c in waiting], default=0) >= policy.patience)
-    fetches = [c.fetch for c in waiting]
-    asked = fetches.count("pending") + fetches.count("ready")
-    may_ask = asked < policy.lookahead and "absent" in fetches
-    work = [c for c in running if not c.is_decoding]
-    has_room = not running or (spare > resources.slot_blocks and step.seqs < resources.max_num_seqs)
-    if len(work) <= 1 and not may_ask and (is_closed or not (has_room or has_claim)):  # common when memory is full
-        reason = "memory" if step.seqs < resources.max_num_seqs else "max_num_seqs"
-        step.reasons.update(dict.fromkeys([c.rid for c in waiting], reason))
-        waiting, waits_for = [], {}
-    if has_claim:
-        put_running_in_order()
-    keys: dict[int, Key] = {}
-    for c in (*work, *waiting):
-        later = policy.length_worth * ((c.total - (c.done or c.reuse)) // block).bit_length()
-        turn = c.arrival - policy.priority_worth * c.priority + later
-        keys[c.rid] = (turn, c.arrival, 0)
-    _inherit(keys, waits_for)
-    waiting.sort(key=lambda c: keys[c.rid])
-
-    # 3. One of them may take the place of others: of lower priority; of anyone when it is old and nothing moves.
-    chosen: Candidate | None = None
-    for candidate in waiting[: policy.lookahead] if has_claim and running and not is_closed else ():
-        if candidate.fetch in ("absent", "pending") or candidate.waits_for in {c.rid for c in running}:
-            continue
+    def _victims_for(self, candidate: Candidate) -> tuple[list[Candidate], int]:
+        """Who would have to give way to it, the last in order first, and what were spare then; nobody where that does not
+        do, or is not called for."""
         victims: list[Candidate] = []
-        free, wanted = spare, expected(candidate)
-        may_take_any = is_stuck and candidate.idle_steps >= policy.patience
-        for victim in reversed(running):
+        free, wanted, policy = self.spare, self._expected(candidate), self.policy
+        may_take_any = self.is_stuck and candidate.idle_steps >= policy.patience
+        for victim in reversed(self.running):
             # Whoever came in keeps its place until it has got somewhere: else urgent ones would undo its work for ever.
-            is_settled = victim.ran_steps >= policy.quantum and (victim.is_decoding or resources.can_park)
-            is_lower = candidate.priority > victim.priority and (is_settled or victim.replay_if_dropped == 0)
-            fits = free >= wanted and step.seqs - len(victims) < resources.max_num_seqs
+            is_settled = victim.ran_steps >= policy.quantum or victim.replay_if_dropped == 0
+            is_lower = candidate.priority > victim.priority and is_settled
+            fits = free >= wanted and self.seqs - len(victims) < self.resources.max_num_seqs
             if fits or not (may_take_any or is_lower):
                 break
             victims.append(victim)
-            free += resources.slot_blocks + victim.blocks_freed + expected(victim)
-        if victims and free >= wanted and step.seqs - len(victims) < resources.max_num_seqs:
-            for victim in victims:
-                preempt(victim, "demoted")
-            chosen, spare = candidate, free
-            break
+            free += self.resources.slot_blocks + victim.blocks_freed + self._expected(victim)
+        fits = free >= wanted and self.seqs - len(victims) < self.resources.max_num_seqs
+        return (victims, free) if fits else ([], free)
 
-    # 4. One token for each that decodes. Where that leaves no block for prefill, a step leaves one when each has had its turn
-    # since the last such step: of n who decode each waits at most 2 ceil(n / max_tokens_per_step) steps, prefill half as many
-    # and one.
-    decoding = [c for c in running if c.is_decoding]
-    work = [c for c in running if not c.is_decoding] + waiting
-    work.sort(key=lambda c: (c is not chosen, keys[c.rid]))
-    limit = resources.max_tokens_per_step
-    if work and len(decoding) > limit - block:
-        had_turn = max([c.idle_steps for c in decoding]) <= -(-len(decoding) // limit)
-        limit -= block if had_turn or chosen is not None else 0
-    if len(decoding) > limit:
-        decoding.sort(key=lambda c: -c.idle_steps)
-    step.give_tokens(decoding, limit)
-    loads = [c.experts for c in decoding if c.experts and c.rid not in step.reasons]
-    if not work:
-        return step.close(_busiest(loads))
-
-    # 5. Prefill and admission. Beside tokens that others wait for, a step takes only so many prompt tokens: as many as keep
-    # it within `stall` decode steps. Before it is known what they cost, the prefill at hand is spread over some steps, fewer
-    # and larger ones the more wait for prefill against those who decode.
-    allowance, rows = step.tokens, len(step.rows)
-    if rows and resources.stall_tokens:
-        allowance = min(step.tokens, max(block, resources.stall_tokens))
-    elif rows:
-        at_hand, num_waiting, free = 0, 0, spare
-        for candidate in work:
-            free -= 0 if candidate.is_running else expected(candidate)
+    def _prompt_tokens(self) -> int:
+        """Beside tokens that others wait for, a step takes only so many prompt tokens: as many as keep it within `stall`
+        decode steps. Before it is known what they cost, the prefill at hand is spread over some steps, fewer and larger
+        ones the more wait for prefill against those who decode."""
+        rows, stall_tokens = len(self.rows), self.resources.stall_tokens
+        if not rows:
+            return self.tokens
+        if stall_tokens:
+            return min(self.tokens, max(self.block, stall_tokens))
+        at_hand, num_waiting, free = 0, 0, self.spare
+        for candidate in self.work:
+            free -= 0 if candidate.is_running else self._expected(candidate)
             if free < 0 and not candidate.is_running:
                 break
             at_hand += candidate.total - (candidate.done or candidate.reuse)
             num_waiting += 1
-        most = int(policy.prefill_share * resources.max_tokens_per_step) * max(num_waiting, rows) // rows
-        most = min(most, at_hand * (num_waiting + rows) // (policy.spread * rows))
-        allowance = min(step.tokens, max(block, most))
-    live = {c.rid for c in running}
-    for candidate in work:
-        rid, start = candidate.rid, candidate.done or candidate.reuse
-        left = candidate.total - start
-        tokens = step.tokens if left <= 1 else min(allowance, step.tokens)
-        if (start + tokens) // block * block - start < min(block // 2, left):  # a sliver: up to the next block
-            tokens = min(tokens + -start % block, step.tokens)
-        if candidate.is_running:
-            count = step.piece(candidate, tokens, step.room)
-            if count > 0:
-                step.give(candidate, count)
-                allowance -= count
-            else:
-                step.reasons[rid] = "budget" if tokens < min(block, left) else "memory"
-            continue
-        is_alone, is_old = not live, candidate.idle_steps >= policy.patience
+        most = int(self.policy.prefill_share * self.resources.max_tokens_per_step) * max(num_waiting, rows) // rows
+        most = min(most, at_hand * (num_waiting + rows) // (self.policy.spread * rows))
+        return min(self.tokens, max(self.block, most))
+
+    def _refusal(self, candidate: Candidate, live: set[int]) -> str:
+        """Why a waiting one is not admitted, whatever it would run; "" where nothing speaks against it."""
         if candidate.waits_for in live:
-            step.reasons[rid] = "waits_for"
-        elif candidate.fetch in ("absent", "pending"):
-            step.reasons[rid] = "fetch"
-            if candidate.fetch == "absent" and asked < policy.lookahead:
-                step.prefetch.append(rid)
-                asked += 1
-        elif step.seqs >= resources.max_num_seqs:
-            step.reasons[rid] = "max_num_seqs"
-        elif is_closed or (spare <= resources.slot_blocks and not is_alone):
-            step.reasons[rid] = "memory"
-        elif tokens < min(block, left):
-            step.reasons[rid] = "budget"
-        else:
-            count, wanted = step.piece(candidate, tokens, step.room), expected(candidate)
-            if count < 0 or (wanted > spare and not is_alone):
-                step.reasons[rid] = "memory"
-                is_closed = is_old  # nobody slips past an old one
-            elif (
-                resources.expert_budget
-                and not is_alone
-                and _busiest([*loads, candidate.experts]) > resources.expert_budget
-            ):
-                step.reasons[rid] = "experts"
-            else:
-                step.give(candidate, count)
-                spare -= wanted
-                live.add(rid)
-                allowance -= count if left > 1 else 0
-                loads += [candidate.experts] if candidate.experts else []
-    rest = [c for c in decoding if step.reasons.get(c.rid) == "budget"][: step.tokens]  # prefill left it to them
-    for c in rest:
-        del step.reasons[c.rid]
-        loads += [c.experts] if c.experts else []
-    step.give_tokens(rest, len(rest))
-    return step.close(_busiest(loads))
+            return "waits_for"
+        if candidate.fetch in ("absent", "pending"):
+            if candidate.fetch == "absent" and self.asked < self.policy.lookahead:
+                self.prefetch.append(candidate.rid)
+                self.asked += 1
+            return "fetch"
+        if self.seqs >= self.resources.max_num_seqs:
+            return "max_num_seqs"
+        return "memory" if self.is_closed or (live and self.spare <= self.resources.slot_blocks) else ""
+
+    def _lack(self, candidate: Candidate, count: int, *, is_alone: bool) -> str:
+        """What there is too little of to admit it with a piece of `count` tokens (-1: none fits); "": nothing."""
+        if count < 0 or (self._expected(candidate) > self.spare and not is_alone):
+            self.is_closed = candidate.idle_steps >= self.policy.patience  # nobody slips past an old one
+            return "memory"
+        budget = self.resources.expert_budget
+        return "experts" if budget and not is_alone and _busiest([*self.loads, candidate.experts]) > budget else ""
 
 
 SCHEDULERS: dict[str, Callable[[Sequence[Candidate], Resources], Schedule]] = {

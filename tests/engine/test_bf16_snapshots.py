@@ -24,7 +24,7 @@ def states_of(gen) -> dict[tuple, dict[str, torch.Tensor]]:
         if entry.snapshot.blocks:
             gen.pools.stage_blocks([gen.pool.places[block] for block in entry.snapshot.blocks])
         heads = (0, gen.pools.num_heads)
-        found[tokens] = gen.pools.read_slot(entry.snapshot.slot, heads)
+        (found[tokens],) = gen.pools.read_slices(entry.snapshot.slot, [heads])
     return found
 
 

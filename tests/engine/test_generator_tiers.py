@@ -238,11 +238,11 @@ def test_a_restore_that_gives_up_half_way_is_a_miss_and_leaks_nothing(demo, monk
 def kept_states(gen) -> dict:
     """What the tiers are to hold of each state in the index: name of an entry -> its tensors."""
     return {
-        _slice_name(_key_in(entry.node, entry.snapshot.position), heads): gen.pools.read_slot(
-            entry.snapshot.slot, heads
-        )
+        _slice_name(_key_in(entry.node, entry.snapshot.position), heads): payload
         for entry in gen.index.entries()
-        for heads in gen.tiers.slices
+        for heads, payload in zip(
+            gen.tiers.slices, gen.pools.read_slices(entry.snapshot.slot, gen.tiers.slices), strict=True
+        )
     }
 
 
@@ -270,7 +270,7 @@ def test_memory_that_is_used_again_at_once_does_not_change_what_is_on_its_way(de
 
 
 def test_a_copy_from_the_device_under_way_is_waited_for_where_the_bytes_are_read(demo):
-    """As on a GPU: the copies of one `read_slot` are whole only when what `copied` returned says so, and no step waits."""
+    """As on a GPU: the copies of one `read_slices` are whole only when what `copied` returned says so, and no step waits."""
     with KimiK3Generator(demo, tiers=(HostTier(1 << 28),), **SMALL) as gen:
         ask(gen, demo, prompt_of(200, 4))
         wanted = kept_states(gen)
@@ -410,7 +410,7 @@ def test_a_state_is_read_by_another_parallel_degree(demo):
     pools = DevicePools(layout, 4, demo.device)
     pools.buffer.copy_(torch.randint(0, 100, pools.buffer.shape, dtype=torch.uint8))
     slices = pools.head_slices()
-    stored = {heads: pools.read_slot(2, heads) for heads in slices}
+    stored = dict(zip(slices, pools.read_slices(2, slices), strict=True))
     half = len(slices) // 2
     for part in (slices[:half], slices[half:], slices):
         target = DevicePools(layout, 4, demo.device)
@@ -597,8 +597,10 @@ def test_a_preempted_requests_blocks_are_hashed_once(demo, monkeypatch):
             gen.tiers.look_up(request)
             assert hashed.count(size) == times
         whole = 300 // size * size
-        ends = [prefix_index.key_at(request.root, request.tokens, end, size) for end in range(size, whole + 1, size)]
-        assert request.chain == ends
+        ends = [request.root]
+        for start in range(0, whole, size):
+            ends.append(prefix_index.chain(ends[-1], request.tokens[start : start + size]))
+        assert request.chain == ends[1:]
         while gen.has_unfinished():
             gen.step()
         assert len(gen.result(rid).token_ids) == 300

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kimi_k3.engine.page_pool import PagePool
-from kimi_k3.engine.prefix_index import PrefixIndex, Snapshot, choose_stride, key_at
+from kimi_k3.engine.prefix_index import PrefixIndex, Snapshot, choose_stride
 
 BLOCK = 4
 
@@ -144,6 +144,137 @@ def test_evicted_entries_are_handed_out_while_their_memory_is_theirs():
     assert seen == [(6, [1, 1])]
 
 
+def worths(index):
+    """Of each snapshot that may go what its loss costs, from all that is kept; in the order in which they should go."""
+    found = []
+    for entry in index.entries():
+        snapshot, start = entry.snapshot, entry.snapshot.position
+        before = max([p for node in entry.path for p in node.snapshots if p < start], default=0)
+        heat = sum(node.heat for node in reversed(entry.path) if node.end >= before)
+        is_between = bool(entry.node.children) or any(p > start for p in entry.node.snapshots)
+        held = index.slot_bytes + (0 if is_between else index.block_bytes * (start - before) / index.block_size)
+        saved = (8 if snapshot.is_end else 1) * (1 + heat) * (start - before)
+        is_spared = index.num_snapshots * index.slot_bytes > index.num_blocks * index.block_bytes and not is_between
+        if not snapshot.pins:
+            worth = saved / held / (1 + index.clock - snapshot.used)
+            found.append((is_spared, worth, start & -start, -start, snapshot))
+    return sorted(found, key=lambda found: found[:4])
+
+
+def use(index, pool, rng, known, pinned):
+    """One event in the life of a cache: a prompt that may go on from a known one, a hit, a reader that comes or goes."""
+    chance = rng.random()
+    if chance < 0.6 or not known:
+        base = rng.choice(known)[: rng.randrange(40)] if known and rng.random() < 0.7 else []
+        tokens = base + [rng.randrange(5) for _ in range(rng.randrange(1, 25))]
+        positions = sorted(rng.sample(range(1, len(tokens) + 1), min(len(tokens), rng.randrange(1, 4))))
+        heat = [rng.random() / 8 for _ in range(10)] if rng.random() < 0.3 else []
+        publish(index, pool, tokens, positions, ends=[p for p in positions if rng.random() < 0.5], heat=heat)
+        known.append(tokens)
+    elif chance < 0.9:
+        match = index.match(b"r", [*rng.choice(known), 9])
+        index.touch(match)
+        if match.snapshot is not None and rng.random() < 0.3:
+            match.snapshot.pins += 1
+            pinned.append(match.snapshot)
+        elif match.snapshot is not None and not match.snapshot.pins and rng.random() < 0.3:
+            pool.free_slot(index.take_slot(match.snapshot))
+    elif pinned:
+        pinned.pop(rng.randrange(len(pinned))).pins -= 1
+
+
+@pytest.mark.parametrize(("slot_bytes", "block_bytes"), [(8, 4), (1, 100), (100, 1)])
+@pytest.mark.parametrize(("most", "worse_part"), [(24, 0), (200, 1 / 8)])
+def test_what_goes_is_what_is_worth_least(slot_bytes, block_bytes, most, worse_part):
+    """Of few the least of all; of many one of the least, as their order is found anew only once in a while."""
+    rng = random.Random(most + slot_bytes)
+    gone, known, pinned = [], [], []
+    pool, index = make_index(pages=8 * most, slot_bytes=slot_bytes, block_bytes=block_bytes)
+    index.on_evict = lambda e: gone.append(e.snapshot)
+    while index.evictions < 3 * most:
+        use(index, pool, rng, known, pinned)
+        while index.num_snapshots > most:
+            expected = worths(index)
+            assert index.evict() == bool(expected)
+            if expected:
+                allowed = expected[max(0, int(worse_part * len(expected)))][:4]
+                assert next(e[:4] for e in expected if e[4] is gone[-1]) <= allowed
+                assert not gone[-1].pins
+    for snapshot in pinned:
+        snapshot.pins = 0
+    while index.evict():
+        pass
+    assert pool.num_slots == pool.num_blocks == index.num_snapshots == 0
+
+
+def evicted_after(pool, index, change, count):
+    """(Prompt, position) of the next `count` that go when 100 equally young prompts are ranked, and then `change` is made."""
+    gone = []
+    for first in range(100):
+        publish(index, pool, [first] * 8, [8], ends=[8])
+    for snapshot in index._snapshots:
+        snapshot.used = index.clock
+    assert index.evict()
+    change()
+    index.on_evict = lambda e: gone.append((e.path[0].tokens[0], e.snapshot.position))
+    while len(gone) < count:
+        assert index.evict()
+    return gone
+
+
+def test_the_grid_of_a_new_prompt_goes_before_older_ends_while_states_weigh_more():
+    pool, index = make_index(pages=400, slot_bytes=100, block_bytes=1)
+    gone = evicted_after(pool, index, lambda: publish(index, pool, [-1] * 16, [4, 8, 12, 16], ends=[16]), 4)
+    assert gone[:3] == [(-1, 12), (-1, 4), (-1, 8)] and gone[3][0] != -1
+
+
+def test_a_state_from_which_a_newer_one_goes_on_goes_before_ends_while_states_weigh_more():
+    pool, index = make_index(pages=400, slot_bytes=100, block_bytes=1)
+    gone = evicted_after(pool, index, lambda: publish(index, pool, [70] * 16, [16], ends=[16]), 2)
+    assert gone[0] == (70, 8) and gone[1][0] != 70
+
+
+def test_an_end_that_now_holds_the_latents_goes_next():
+    pool, index = make_index(pages=400, slot_bytes=1, block_bytes=100)
+    gone = evicted_after(pool, index, lambda: publish(index, pool, [-1] * 8, [4, 8]), 3)
+    assert gone[:2] == [(-1, 8), (-1, 4)] and gone[2][0] != -1
+
+
+def test_equal_histories_evict_the_same():
+    def victims():
+        rng, gone, known, pinned = random.Random(5), [], [], []
+        pool, index = make_index(pages=2000)
+        index.on_evict = lambda e: gone.append([t for node in e.path for t in node.tokens][: e.snapshot.position])
+        for _ in range(1000):
+            use(index, pool, rng, known, pinned)
+            while index.num_snapshots > 200 and index.evict():
+                pass
+        return gone
+
+    assert victims() == victims() and len(victims()) > 500
+
+
+@pytest.mark.parametrize("kept", [300, 1500])
+def test_evicting_a_page_costs_the_same_however_many_are_kept(kept):
+    """So many values are looked at for each snapshot that goes, in a cache that stays full."""
+    valued = 0
+
+    class Counting(PrefixIndex):
+        def _value(self, snapshot):
+            nonlocal valued
+            valued += 1
+            return super()._value(snapshot)
+
+    rng, known, pinned = random.Random(kept), [], []
+    pool = PagePool(3 * kept, 2)
+    index = Counting(pool, BLOCK, 8, 4)
+    while index.evictions < 2 * kept:
+        use(index, pool, rng, known, pinned)
+        while index.num_snapshots > kept and index.evict():
+            pass
+    assert valued < 64 * index.evictions
+
+
 K3_SLOT, K3_TOKEN = 434_110_464, 27_648  # bytes: the states of 69 KDA layers; a token's latents in 24 MLA layers
 README = Path(__file__).parents[2] / "README.md"
 
@@ -195,7 +326,15 @@ def test_the_grid_is_chosen_to_fit():
 
 
 def test_keys_name_every_token_before_them():
-    tokens = list(range(200))
-    keys = {key_at(b"r", tokens, n, 64) for n in range(1, 201)}
-    assert len(keys) == 200
-    assert key_at(b"r", [1, *tokens[1:]], 150, 64) not in keys and key_at(b"s", tokens, 150, 64) not in keys
+    pool, index = make_index(pages=200)
+
+    def keys(tokens, root=b"r"):
+        publish(index, pool, tokens, range(1, len(tokens) + 1), root=root)
+        return {node.key for node in index.match(root, [*tokens, -1]).path}
+
+    tokens = list(range(20))
+    known = keys(tokens)
+    assert len(known) == 5
+    for others, common in (([1, *tokens[1:]], 0), ([*tokens[:9], -1, *tokens[10:]], 2), ([*tokens[:-1], -1], 4)):
+        assert len(keys(others)) == 5 and len(keys(others) & known) == common
+    assert not keys(tokens, root=b"s") & known

@@ -39,7 +39,7 @@ def decoding(rid: int, done: int, **fields) -> Candidate:
 def the_resources(**fields) -> Resources:
     base = {
         "room_blocks": 1000, "slot_blocks": 10, "total_blocks": 1000, "block_size": BLOCK, "max_num_seqs": 16,
-        "max_tokens_per_step": 512, "can_park": True, "bytes_per_block": 1 << 20,
+        "max_tokens_per_step": 512,
     }  # fmt: skip
     return Resources(**{**base, **fields})
 
@@ -70,7 +70,7 @@ def random_case(rng: random.Random) -> tuple[list[Candidate], Resources]:
     slot = rng.choice([1, 5, 40])
     room = rng.choice([0, 1, 3, rng.randint(0, 200)])
     return candidates, the_resources(
-        room_blocks=room, slot_blocks=slot, max_num_seqs=max_num_seqs, can_park=rng.random() < 0.5,
+        room_blocks=room, slot_blocks=slot, max_num_seqs=max_num_seqs,
         max_tokens_per_step=rng.choice([64, 70, 128, 512]), expert_budget=rng.choice([0.0, 2.0]),
     )  # fmt: skip
 
@@ -106,7 +106,7 @@ def check(schedule, candidates, resources) -> None:
     sizes = [n for _, n in schedule.run]
     decode_rows = [rid in running and by_rid[rid].is_decoding for rid in run]
     assert decode_rows == sorted(decode_rows, reverse=True) or 1 in sizes[: sum(decode_rows)]
-    assert all(how == "drop" or resources.can_park for _, how in schedule.preempt)
+    assert {how for _, how in schedule.preempt} <= {"park", "drop"}
     assert set(schedule.prefetch) <= {c.rid for c in candidates if c.fetch == "absent"}
 
 
@@ -250,7 +250,7 @@ def test_every_request_finishes_and_something_runs_in_every_step(name, seed):
     rng = random.Random(seed)
     machine = Machine(
         some_lives(rng, 40), SCHEDULERS[name], total_blocks=rng.choice([40, 60, 100]), slot_blocks=rng.choice([1, 8, 16]),
-        max_tokens_per_step=rng.choice([80, 128, 512]), can_park=seed % 2 == 0,
+        max_tokens_per_step=rng.choice([80, 128, 512]),
     )  # fmt: skip
     machine.run(20_000)
     assert len(machine.finished) == 40 and machine.used() == 0
@@ -258,11 +258,10 @@ def test_every_request_finishes_and_something_runs_in_every_step(name, seed):
 
 
 @BOTH
-@pytest.mark.parametrize("can_park", [False, True])
-def test_of_two_that_do_not_fit_together_the_earlier_one_goes_on(name, can_park):
+def test_of_two_that_do_not_fit_together_the_earlier_one_goes_on(name):
     """Each grows to 20 of 30 blocks. fcfs takes the later one in again, and out, for each block the earlier one grows by."""
     lives = [Life(0, 0, 64, 1100), Life(1, 0, 64, 1100)]
-    machine = Machine(list(lives), SCHEDULERS[name], total_blocks=30, slot_blocks=1, can_park=can_park)
+    machine = Machine(list(lives), SCHEDULERS[name], total_blocks=30, slot_blocks=1)
     machine.run(3000)
     assert lives[0].preempted == 0 and (name == "fcfs" or lives[1].preempted <= 2)
 
@@ -430,12 +429,10 @@ def test_waiting_in_a_circle_stops_nobody():
     assert len(plan.run) + len(plan.reasons) == 3
 
 
-@pytest.mark.parametrize(
-    ("can_park", "replay", "how"), [(True, 5000, "park"), (True, 100, "drop"), (False, 5000, "drop")]
-)
-def test_a_state_is_parked_where_that_costs_less_than_its_replay(can_park, replay, how):
+@pytest.mark.parametrize(("replay", "how"), [(5000, "park"), (100, "drop")])
+def test_a_state_is_parked_where_that_costs_less_than_its_replay(replay, how):
     case = [decoding(0, 640), decoding(1, 640, replay_if_dropped=replay)]
-    plan = schedule_dependency_aware(case, the_resources(room_blocks=1, can_park=can_park))
+    plan = schedule_dependency_aware(case, the_resources(room_blocks=1))
     assert plan.preempt == [(1, how)] and plan.run == [(0, 1)] and plan.reasons == {1: "memory"}
 
 

@@ -60,8 +60,9 @@ class KimiK3Generator:
         block_size: tokens of a latent block.
         prefix_cache: reuse the prefixes of earlier requests; `clear_prefix_cache` after the weights have changed.
         scheduler: "dependency_aware" or "fcfs".
-        tiers: HostTier, DiskTier, RemoteTier: where evicted and parked states go, nearest first. With one that outlives the
-            generator all weights are read once to tell its entries from another model's: 2.0 GB in 0.5 s.
+        tiers: HostTier, DiskTier, RemoteTier: where evicted and parked states go, nearest first. A tier belongs to one
+            generator, which closes it. With one that outlives the generator all weights are read once to tell its entries
+            from another model's: 2.0 GB in 0.5 s.
         batch_invariant: bitwise equal results in any batch, at some cost. It decides for this generator's steps alone: the
             model's own mode (`set_batch_invariant`) is neither heeded nor changed, and generators of both kinds may share
             one model.
@@ -112,6 +113,7 @@ class KimiK3Generator:
         self.expert_changes = ExpertChanges(model)
         if heat_every and self.agreement.tp_size > 1:  # each rank sees its own heads, and eviction must be alike on all
             raise ValueError(f"KimiK3Generator: want heat_every=0 under tensor parallelism, got {heat_every}")
+        self._ends = end_ids(model, None) | frozenset(tokenizer.end_token_ids if tokenizer is not None else ())
         self.counts: Counter[str] = Counter()
         self._requests: dict[int, Request] = {}  # not finished, in order of arrival
         self.memory = Residency(
@@ -125,9 +127,12 @@ class KimiK3Generator:
         is_whole = self.agreement.all is None and all(p.device == model.device for p in model.parameters())
         if cuda_graphs and model.device.type == "cuda" and is_whole:
             self.runner.graphs = DecodeGraphs(model, self.pools, CudaRecorder())
-        self._weights = self._told_weights()
-        self._root = self._root_key(batch_invariant)
-        self._ends = end_ids(model, None) | frozenset(tokenizer.end_token_ids if tokenizer is not None else ())
+        try:
+            self._weights = self._told_weights()
+            self._root = self._root_key(batch_invariant)
+        except BaseException:  # its tiers and their threads end with it
+            self.memory.close()
+            raise
 
         self._expert_budget = 0.0
         self._pace, self._stall_tokens = Pace(), 0

@@ -682,3 +682,14 @@ def test_hits_are_counted_by_where_they_lay(demo, tmp_path):
             assert Counter(hits(gen)) - Counter(before) == {"remote": 200 - 128, "device": 128}
     finally:
         server.stop()
+
+
+def test_a_generator_that_could_not_be_made_ends_its_tiers_and_their_threads(demo, tmp_path, monkeypatch):
+    tiers = (HostTier(1 << 28), DiskTier(tmp_path, 1 << 28))
+    with monkeypatch.context() as patch:
+        patch.setattr(Agreement, "weights_digest", lambda *_: (_ for _ in ()).throw(RuntimeError("no digest today")))
+        with pytest.raises(RuntimeError, match="no digest today"):
+            KimiK3Generator(demo, tiers=tiers, **SMALL)
+    with pytest.raises(ValueError, match=r"HostTier: .* closed"):  # it ended with the generator
+        KimiK3Generator(demo, tiers=tiers, **SMALL)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kimi_k3-tiers")]

@@ -535,6 +535,8 @@ class KimiK3Generator:
         if is_published:
             self.memory.publish_end(request)
         self.memory.release(request)
+        if not is_published and not request.has_prefilled:
+            self.memory.withdraw(request)
         if self.tiers is not None:
             self.tiers.cancel(request)
         if not self.prefix_cache:

@@ -90,6 +90,7 @@ class Request:
     stride: int = 0  # between snapshots while decoding; 0: none
     saved: list[Snapshot] = field(default_factory=list)  # taken, not yet published
     published: int = 0  # tokens whose latents the index may hold
+    left: dict[Snapshot, int] = field(default_factory=dict)  # by its unfinished prefill, preempted; and when last used
     heat: list[float] = field(default_factory=list)  # of each block, see `Runner`; empty: not recorded
     experts: Tensor | None = None  # [MoE layers, E]: how often a token chose each of late; None: not followed
     expert_loads: tuple[float, ...] = ()  # choices a layer that a token adds to each expert worker

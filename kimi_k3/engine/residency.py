@@ -192,7 +192,9 @@ class Residency:
         return None
 
     def _count_start(self, request: Request, match: Match) -> None:
+        own = [snapshot for snapshot, used in request.left.items() if snapshot.used == used]
         self.index.touch(match)
+        request.left = {snapshot: snapshot.used for snapshot in own}
         request.is_parked = False
         if not request.admitted_at:
             request.admitted_at = time.monotonic()
@@ -314,9 +316,17 @@ class Residency:
             request.saved.append(Snapshot(request.done, request.slot, is_end=True))
             request.slot = -1
             request.is_parked = True
+        left = [] if request.has_prefilled else list(request.saved)
         if not self.publish(request):
             self.clear(request)
+        request.left.update((snapshot, snapshot.used) for snapshot in left)
         self.take_back(request)
+
+    def withdraw(self, request: Request) -> None:
+        """An unfinished prefill leaves nothing: what it left when it was preempted goes, unless others have used it since."""
+        for snapshot, used in request.left.items():
+            if snapshot.used == used:
+                self.index.discard(snapshot)
 
     def take_back(self, request: Request) -> None:
         """Back to waiting without what it has not published: it goes on from what the index holds."""

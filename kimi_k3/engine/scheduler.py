@@ -5,7 +5,8 @@ one token and fills the rest with prefill pieces. Both policies keep these promi
 
     blocks     a schedule asks for no more than `room_blocks` and what its own preemptions free
     progress   requests have a fixed order; memory is taken from the last in it alone, so its first running request
-               advances in every step, and no two requests can preempt each other for ever
+               advances in every step, or in its turn where a step is too small for all, and no two requests can preempt
+               each other for ever
     order      neither the order of the candidates nor anything but their numbers matters
 
 `fcfs` is what known engines do: decodes, then prefill in order of arrival, the last arrived preempted. `dependency_aware`

@@ -1,6 +1,7 @@
 """Memory or steps that hold hardly more than one thing at a time: everybody goes on all the same, and the counts are true."""
 
 import pytest
+from solo import Recorder, assert_equals_solo
 from test_scheduler import BLOCK, BOTH, Life, Machine, a_candidate, decoding, the_resources
 from test_small_pools import pages_of, prompt_of, steps_until_done
 
@@ -30,7 +31,12 @@ def test_what_is_told_of_a_hit_is_what_ran(demo, name, snapshots, length, added,
     """A hit that gives way for want of room was none, one that is taken over was one, and neither is a replay."""
     prompt = prompt_of(length)
     with KimiK3Generator(
-        demo, max_num_seqs=1, memory=pages_of(demo, pages), scheduler=name, snapshots=snapshots
+        demo,
+        max_num_seqs=1,
+        memory=pages_of(demo, pages),
+        scheduler=name,
+        snapshots=snapshots,
+        batch_invariant=snapshots == "exact",
     ) as gen:
         needed = -(-(length + added + 3) // 64)
         if needed > (pages - 1) * gen.pool.blocks_per_page:
@@ -39,7 +45,9 @@ def test_what_is_told_of_a_hit_is_what_ran(demo, name, snapshots, length, added,
             return
         gen.generate([prompt], SamplingParams(max_new_tokens=1))
         before = gen.counts.copy()
-        rid = gen.add(prompt + prompt_of(added, 1), SamplingParams(max_new_tokens=3, ignore_eos=True))
+        recorder, longer = Recorder(), prompt + prompt_of(added, 1)
+        params = SamplingParams(max_new_tokens=3, ignore_eos=True, logits_processor=recorder)
+        rid = gen.add(longer, params)
         steps_until_done(gen, 20)
         result, counts = gen.result(rid), gen.counts - before
         assert len(result.token_ids) == 3
@@ -48,6 +56,7 @@ def test_what_is_told_of_a_hit_is_what_ran(demo, name, snapshots, length, added,
         assert counts["replayed_tokens"] == result.metrics["replayed_tokens"] == 0
         if snapshots == "exact":
             assert result.reused_tokens == length
+            assert_equals_solo(demo, longer, result, recorder.rows, params)
 
 
 def test_what_others_hold_of_a_table_is_counted_anew_after_a_preemption(demo):
@@ -88,7 +97,7 @@ def test_neither_decodes_nor_a_prefill_wait_long_where_a_step_is_too_small_for_b
     for life in lives:
         life.longest_wait = 0
     before, first = sum(life.generated for life in lives), machine.step_number
-    while long in machine.lives:
+    while long in machine.lives and machine.step_number - first < 1000:
         machine.step()
     turns, steps = -(-num_decoding // tokens), machine.step_number - first
     assert long.longest_wait <= turns + 1 and steps <= 40 * (turns + 1)
@@ -119,3 +128,49 @@ def test_in_a_small_step_somebody_who_takes_a_place_gets_in_at_once():
         [*case, a_candidate(99, total=64)], the_resources(max_tokens_per_step=BLOCK, room_blocks=2)
     )
     assert plan.preempt and plan.admit == [99]
+
+
+# What an unfinished prefill leaves.
+
+
+def positions(gen) -> list[int]:
+    return sorted(entry.snapshot.position for entry in gen.index.entries())
+
+
+@pytest.mark.parametrize("how", ["drop", "park"])
+@pytest.mark.parametrize("is_running_again", [False, True])
+def test_a_prefill_that_was_preempted_and_is_then_aborted_leaves_nothing(demo, how, is_running_again):
+    with KimiK3Generator(demo, max_num_seqs=2, max_tokens_per_step=64, num_blocks=60) as gen:
+        rid = gen.add(prompt_of(300), SamplingParams(max_new_tokens=2))
+        gen.step()
+        gen.step()
+        gen._preempt(gen._requests[rid], how)
+        assert positions(gen)[-1] == 128
+        if is_running_again:
+            gen.step()
+            assert gen._requests[rid].done == 192
+        gen.abort(rid)
+        assert (positions(gen), gen.pool.num_slots, gen.pool.num_blocks) == ([], 0, 0)
+
+
+def test_what_another_has_used_of_a_preempted_prefill_stays_when_that_is_aborted(demo):
+    with KimiK3Generator(demo, max_num_seqs=2, max_tokens_per_step=128, num_blocks=60) as gen:
+        rid = gen.add(prompt_of(300), SamplingParams(max_new_tokens=2), snapshot_at=[100])
+        gen.step()
+        gen._preempt(gen._requests[rid], "drop")
+        other = gen.add([*prompt_of(300)[:110], 5], SamplingParams(max_new_tokens=1), priority=1)
+        while other in gen._requests:
+            gen.step()
+        gen.abort(rid)
+        assert gen.result(other).reused_tokens == 100 and 100 in positions(gen) and 128 not in positions(gen)
+
+
+def test_what_a_preempted_prefill_left_stays_when_its_prompt_is_through(demo):
+    with KimiK3Generator(demo, max_num_seqs=2, max_tokens_per_step=64, num_blocks=60) as gen:
+        rid = gen.add(prompt_of(300), SamplingParams(max_new_tokens=20, ignore_eos=True))
+        gen.step()
+        gen._preempt(gen._requests[rid], "drop")
+        while not gen._requests[rid].generated:
+            gen.step()
+        gen.abort(rid)
+        assert {64, 300} <= set(positions(gen))

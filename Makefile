@@ -20,7 +20,7 @@ demo: install
 	$(BIN)/kimi-k3 generate --prompt "$$(printf '$(DEMO_PROMPT)')" --max-new-tokens 160 --temperature 0.8 --top-p 0.95 --seed 7
 
 test: install
-	$(PYTEST) -n auto --dist loadfile --no-loadscope-reorder
+	$(PYTEST) -n auto --dist loadfile
 
 test-slow: install
 	$(PYTEST) -n 1 -m slow

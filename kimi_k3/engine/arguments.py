@@ -66,6 +66,8 @@ def check_request(params: Any, extra_key: Any, pixel_values: Any, grid_thws: Any
     for name, value in (("pixel_values", pixel_values), ("grid_thws", grid_thws)):
         if value is not None and not isinstance(value, Tensor):
             raise ValueError(f"add: want {name} to be a tensor or None, got {type(value).__name__}")
+    if pixel_values is None and grid_thws is not None:
+        raise ValueError("add: want pixel_values with grid_thws, got grid_thws alone")
 
 
 def token_ids(prompt: Any, vocabulary: int) -> list[int]:

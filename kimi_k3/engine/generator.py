@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import secrets
@@ -10,6 +11,7 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -116,14 +118,16 @@ class KimiK3Generator:
         self._ends = end_ids(model, None) | frozenset(tokenizer.end_token_ids if tokenizer is not None else ())
         self.counts: Counter[str] = Counter()
         self._requests: dict[int, Request] = {}  # not finished, in order of arrival
-        self.memory = Residency(
-            model, self.agreement, self._requests, memory=memory, num_blocks=num_blocks, max_num_seqs=max_num_seqs,
-            block_size=block_size,
-            prefix_cache=prefix_cache, tiers=tiers, counts=self.counts, has_bf16_snapshots=snapshots == "bf16",
-        )  # fmt: skip
+        with torch.inference_mode(False):
+            self.memory = Residency(
+                model, self.agreement, self._requests, memory=memory, num_blocks=num_blocks, max_num_seqs=max_num_seqs,
+                block_size=block_size, prefix_cache=prefix_cache, tiers=tiers, counts=self.counts,
+                has_bf16_snapshots=snapshots == "bf16",
+            )  # fmt: skip
         self.pools, self.pool, self.index = self.memory.pools, self.memory.pool, self.memory.index
         self.tiers = self.memory.tiers
-        self.runner = Runner(model, self.pool, self.pools, heat_every, self.counts, batch_invariant)
+        with torch.inference_mode(False):
+            self.runner = Runner(model, self.pool, self.pools, heat_every, self.counts, batch_invariant)
         is_whole = self.agreement.all is None and all(p.device == model.device for p in model.parameters())
         if cuda_graphs and model.device.type == "cuda" and is_whole:
             self.runner.graphs = DecodeGraphs(model, self.pools, CudaRecorder())
@@ -134,6 +138,8 @@ class KimiK3Generator:
             self.memory.close()
             raise
 
+        # Without a prefix cache: so that no other generator over the same tiers has equal keys.
+        self._nonce = 0 if prefix_cache else self.agreement.least([fresh_seed()])[0]
         self._expert_budget = 0.0
         self._pace, self._stall_tokens = Pace(), 0
         self._events = 0  # of requests: arrived, read ahead, finished, failed
@@ -177,6 +183,7 @@ class KimiK3Generator:
         """
         params = SamplingParams() if params is None else params
         check_request(params, extra_key, pixel_values, grid_thws)
+        params = copy.copy(params)  # the caller may change its own
         ids = token_ids(prompt, self.model.config.text_config.vocab_size)
         priority = whole("add", "priority", priority)
         boundaries = {*positions(getattr(prompt, "boundaries", ()), len(ids)), *positions(snapshot_at, len(ids))}
@@ -213,7 +220,7 @@ class KimiK3Generator:
         self._next_rid += 1
         root = hashlib.sha256(self._root + extra_key).digest()
         if not self.prefix_cache:  # its own states are still kept while it is preempted
-            root = hashlib.sha256(root + f"request {rid}".encode()).digest()
+            root = hashlib.sha256(root + f"request {rid} of {self._nonce}".encode()).digest()
         keys, key = [], root
         for start in range(0, len(ids) - self.block_size + 1, self.block_size):
             key = chain(key, ids[start : start + self.block_size])
@@ -257,6 +264,7 @@ class KimiK3Generator:
             outputs, self._outputs = self._outputs, []
             return outputs
 
+    @torch.inference_mode(False)  # a state that was made in that mode could not be written outside of it
     @torch.no_grad()
     def _step(self) -> None:
         with self._step_lock, self._lock:
@@ -375,7 +383,8 @@ class KimiK3Generator:
         waiting = [r for r in self._requests.values() if r.slot < 0]
         most = max(0, self.max_num_seqs - len(running)) + LOOK_PAST
         if len(waiting) > most:
-            waiting.sort(key=lambda r: r.rid - DEFAULT_POLICY.priority_worth * r.priority)
+            if self.scheduler != "fcfs":
+                waiting.sort(key=lambda r: r.rid - DEFAULT_POLICY.priority_worth * r.priority)
             del waiting[most:]
         return waiting
 
@@ -500,9 +509,11 @@ class KimiK3Generator:
                     self.memory.distrust(request)
                 continue
             is_first_time, request.has_prefilled = not request.has_prefilled, True
-            if is_first_time or request.saved:
-                self.memory.publish(request)
-            self._take(request, output)
+            try:
+                if is_first_time or request.saved:
+                    self.memory.publish(request)
+            finally:  # the token is chosen, and its text is told apart from the next one's
+                self._take(request, output)
 
     def _take(self, request: Request, output: RequestOutput) -> None:
         now = time.monotonic()
@@ -532,8 +543,13 @@ class KimiK3Generator:
         self._finish(request, "error", is_published=False)
 
     def _finish(self, request: Request, reason: str, *, is_published: bool, is_announced: bool = True) -> None:
-        if is_published:
-            self.memory.publish_end(request)
+        try:
+            if is_published:
+                self.memory.publish_end(request)
+        finally:  # it has its last token, whatever becomes of its state
+            self._leave(request, reason, is_published, is_announced)
+
+    def _leave(self, request: Request, reason: str, is_published: bool, is_announced: bool) -> None:
         self.memory.release(request)
         if not is_published and not request.has_prefilled:
             self.memory.withdraw(request)
@@ -581,7 +597,7 @@ class KimiK3Generator:
         if isinstance(prompts, (str, bytes, dict)) or not isinstance(prompts, Iterable):
             raise ValueError(f"generate: want prompts to be a list of prompts, got {prompts!r}")
         prompts = list(prompts)
-        if prompts and as_int(prompts[0]) is not None:
+        if prompts and as_int(prompts[0]) is not None and getattr(prompts[0], "ndim", 0) == 0:
             raise ValueError(f"generate: want prompts to be a list of prompts, got token ids {prompts[:3]}")
         many = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
         if len(many) != len(prompts):
@@ -624,9 +640,7 @@ class KimiK3Generator:
 
     def _collect(self, group: range) -> GenerationResult:
         samples = [self._own_results.pop(rid) for rid in group]
-        if len(samples) > 1:
-            samples[0].samples = samples
-        return samples[0]
+        return samples[0] if len(samples) == 1 else replace(samples[0], samples=samples)
 
     def has_unfinished(self) -> bool:
         """Whether `step` has something to do or to tell; with data_parallel, for any group at the last step."""
@@ -727,7 +741,11 @@ class KimiK3Generator:
                 self.add(prompt, params, **options)
                 groups.append(group)
             except BaseException:
-                self._stop_listening(group)
+                if any(rid in self._requests for rid in group):
+                    self._stop_listening(group)
+                else:  # refused: these numbers are the next request's, so not when the step that runs ends
+                    for rid in group:
+                        self._listeners.pop(rid, None)
                 raise
 
     def _stop_listening(self, group: range) -> None:
@@ -838,13 +856,15 @@ class KimiK3Generator:
         with self._step_lock, self._lock:
             if self.runner.experts is not None:
                 self.runner.experts.record(None)
-            self.runner.experts = ExpertCounts(self.model) if is_on else None
+            with torch.inference_mode(False):
+                self.runner.experts = ExpertCounts(self.model) if is_on else None
             self._expert_budget = 0.0
             for request in self._requests.values():
                 request.experts, request.expert_loads = None, ()
 
     def limit_experts(self, placement: ExpertPlacement | None, budget: float = 0.0) -> None:
-        """Follow which experts each request chooses of late, and admit none that would overload a worker.
+        """Follow which experts each request chooses of late, and admit none that would overload a worker, but for one that has
+        waited `Policy.patience` steps.
 
         Args:
             placement: which worker holds which experts, until a change by `replace_experts` ends: then as it left them;

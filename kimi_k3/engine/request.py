@@ -42,7 +42,7 @@ class GenerationResult:
     """A finished request.
 
     token_ids: generated, the end id included.     text: without it; "" where the generator has no tokenizer.
-    reused_tokens: tokens of the prompt that did not run through the layers.
+    reused_tokens: tokens of the prompt that did not run through the layers for it.
     metrics: seconds (queue_s, first_token_s, total_s) and counts (preemptions, replayed_tokens).
     samples: all samples of the prompt where n > 1, this one first.     heat: see `KimiK3Generator.heat_map`.
     """
@@ -79,6 +79,7 @@ class Request:
 
     tokens: list[int] = field(default_factory=list)
     done: int = 0  # tokens that ran, or whose result was reused
+    ran: int = 0  # the most of them before it was put back to waiting
     slot: int = -1
     read_from: Snapshot | None = None  # the state to start from, until the first piece has run
     started_from: Snapshot | None = None  # when it was last admitted

@@ -149,7 +149,11 @@ class Residency:
             tail = self.block()
             if tail is None:  # what was dropped in vain may have been the other reader
                 return self.pool.references[request.table[-1]] == 1
-            self.pools.copy_block(self.pool.places[request.table[-1]], self.pool.places[tail])
+            try:
+                self.pools.copy_block(self.pool.places[request.table[-1]], self.pool.places[tail])
+            except BaseException:
+                self.pool.free_block(tail)
+                raise
             self.pool.free_block(request.table[-1])
             request.table[-1] = tail
         return True
@@ -204,7 +208,8 @@ class Residency:
             if match.miss:
                 self.counts[f"miss_{match.miss}"] += 1
         else:
-            replayed = max(0, len(request.tokens) - 1 - match.position)
+            replayed = max(0, min(request.ran, len(request.tokens) - 1) - max(match.position, request.reused_tokens))
+            request.reused_tokens = min(request.reused_tokens, match.position)
             request.replayed_tokens += replayed
             self.counts["replayed_tokens"] += replayed
 
@@ -239,14 +244,18 @@ class Residency:
         request.table = [node.block for node in match.path]
         for block in request.table:
             self.pool.share_block(block)
-        slot = self._slot_beside(snapshot, is_over=way == "over")
-        has_tail = slot is not None and (match.position % self.block_size == 0 or self._own_tail(request))
-        if snapshot is not None:
-            snapshot.pins -= 1
+        slot, has_tail = None, False
+        try:
+            slot = self._slot_beside(snapshot, is_over=way == "over")
+            has_tail = slot is not None and (match.position % self.block_size == 0 or self._own_tail(request))
+        finally:
+            if snapshot is not None:
+                snapshot.pins -= 1
+            if not has_tail:
+                if slot is not None:
+                    self.pool.free_slot(slot)
+                self._free_table(request)
         if slot is None or not has_tail:
-            if slot is not None:
-                self.pool.free_slot(slot)
-            self._free_table(request)
             return None
         request.slot, request.done = slot, match.position
         request.published, request.started_from = match.position, snapshot
@@ -331,6 +340,7 @@ class Residency:
     def take_back(self, request: Request) -> None:
         """Back to waiting without what it has not published: it goes on from what the index holds."""
         self.release(request)
+        request.ran = max(request.ran, request.done)
         request.done, request.reuse_version = 0, -1
         request.asked_positions.clear()
 
@@ -355,17 +365,19 @@ class Residency:
         """Make the states that a request has left, and the latents before them, known to all; up to what is not finite,
         then returns False."""
         self.pack(request.saved)
-        saved, request.saved = sorted(request.saved, key=lambda snapshot: snapshot.position), []
-        count = self._count_finite(request, saved)
-        if count:
-            request.published = max(request.published, *(snapshot.position for snapshot in saved[:count]))
+        request.saved.sort(key=lambda snapshot: snapshot.position)
+        is_finite = self._drop_nonfinite(request)
+        saved, request.saved = request.saved, []  # until here they are the request's: none is lost if it fails
+        if saved:
+            request.published = max(request.published, *(snapshot.position for snapshot in saved))
             tokens = request.tokens[: request.done]
-            self.index.publish(request.root, tokens, request.table, saved[:count], request.heat)
-        return count == len(saved)
+            self.index.publish(request.root, tokens, request.table, saved, request.heat)
+        return is_finite
 
-    def _count_finite(self, request: Request, saved: list[Snapshot]) -> int:
-        """So many states, and the latents before them, are finite on every rank. The rest is zeroed and freed."""
-        flags, start = [], request.published
+    def _drop_nonfinite(self, request: Request) -> bool:
+        """Whether all states that it has left, and the latents before them, are finite on every rank. From the first that is
+        not they are zeroed and freed."""
+        flags, start, saved = [], request.published, request.saved
         for snapshot in saved:
             if snapshot.blocks:
                 self.pools.stage_blocks(self._places(snapshot))
@@ -378,9 +390,10 @@ class Residency:
         count = is_bad.index(1) if 1 in is_bad else len(saved)
         for snapshot in saved[count:]:
             self._clear_snapshot(snapshot)
+            saved.remove(snapshot)
             snapshot.free(self.pool)
             self.counts["dropped_nonfinite"] += 1
-        return count
+        return 1 not in is_bad
 
     def distrust(self, request: Request) -> None:
         """What a request that came to non-finite values started from is dropped: the next one starts further back."""
@@ -413,8 +426,8 @@ class Residency:
             return
         slot = self.pool.add_slot()
         if slot is not None:
-            self.pools.copy_slot(request.slot, slot)
             request.saved.append(Snapshot(request.done, slot, is_end=False))
+            self.pools.copy_slot(request.slot, slot)
             self.publish(request)
 
     def _on_evict(self, evicted: Evicted) -> None:

@@ -273,7 +273,7 @@ def _inherit(keys: dict[int, Key], waits_for: dict[int, int]) -> None:
 
 
 def _busiest(loads: Sequence[tuple[float, ...]]) -> float:
-    return max(map(sum, zip(*loads)), default=0.0)
+    return max(map(sum, zip(*filter(None, loads))), default=0.0)
 
 
 def schedule_dependency_aware(
@@ -284,7 +284,8 @@ def schedule_dependency_aware(
     Unlike `schedule_fcfs` it admits a request only with room for its whole prompt and `policy.horizon` more tokens,
     beside the same for those that run; holds back requests whose prefix is just being computed, and moves the one
     that computes it to their place in the order; bounds the prefill of a step in which others decode; parks or drops by
-    cost; asks for tier data ahead; and admits nobody who would load the busiest expert rank above `expert_budget`.
+    cost; asks for tier data ahead; and admits nobody, but the old, who would load the busiest expert rank above
+    `expert_budget`.
     """
     step = _AwareStep(candidates, resources, policy)
     step.make_room()
@@ -509,8 +510,9 @@ class _AwareStep(_Step):
         if count < 0 or (self._expected(candidate) > self.spare and not is_alone):
             self.is_closed = candidate.idle_steps >= self.policy.patience  # nobody slips past an old one
             return "memory"
-        budget = self.resources.expert_budget
-        return "experts" if budget and not is_alone and _busiest([*self.loads, candidate.experts]) > budget else ""
+        budget, is_old = self.resources.expert_budget, candidate.idle_steps >= self.policy.patience
+        may_be_over = not budget or is_alone or is_old
+        return "experts" if not may_be_over and _busiest([*self.loads, candidate.experts]) > budget else ""
 
 
 SCHEDULERS: dict[str, Callable[[Sequence[Candidate], Resources], Schedule]] = {

@@ -109,3 +109,68 @@ def test_a_request_that_goes_on_from_anothers_state_leaves_it_as_it_was(demo, ge
     assert not any(snapshot.pins for snapshot in gen.index._snapshots)
     outputs = finish(gen, [])
     assert_whole(demo, gen, [rid], [prompt], [params], outputs)
+
+
+SITES = {
+    "is_finite": lambda gen: gen.pools, "copy_block": lambda gen: gen.pools, "copy_slot": lambda gen: gen.pools,
+    "logits": lambda gen: gen.runner,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name, moments", [("is_finite", (1, 2, 5, 8, 9)), ("copy_block", (1, 2)), ("copy_slot", (1, 2)), ("logits", (1, 4))]
+)
+def test_a_step_may_end_anywhere_beside_its_forward(demo, tokenizer, name, moments, monkeypatch):
+    """One call of a function fails, each in turn; then nothing leaks, and what is told and kept is as undisturbed."""
+    for due in moments:
+        with KimiK3Generator(
+            demo, tokenizer, max_num_seqs=3, num_blocks=20, max_tokens_per_step=68, batch_invariant=True
+        ) as gen:
+            site, calls = SITES[name](gen), []
+            real = getattr(site, name)
+
+            def fake(*args, real=real, calls=calls, due=due):
+                calls.append(1)
+                if len(calls) == due:
+                    raise torch.OutOfMemoryError("no memory")
+                return real(*args)
+
+            monkeypatch.setattr(site, name, fake)
+            prompts = [PROMPT, PROMPT[:90] + [5, 6], PROMPT[:128], PROMPT, [*PROMPT, 7]]
+            params, outputs, rids = [sampled(place, 1 + place) for place in range(5)], [], []
+            for prompt, one in zip(prompts, params):  # the later ones start from what the first ones left
+                rids.append(gen.add(prompt, one, snapshot_at=[20, 41]))
+                for _ in range(3):
+                    try:
+                        outputs += gen.step()
+                    except torch.OutOfMemoryError:
+                        pass
+            while gen.has_unfinished():
+                try:
+                    outputs += gen.step()
+                except torch.OutOfMemoryError:
+                    pass
+            assert len(calls) >= due
+            assert_whole(demo, gen, rids, prompts, params, outputs)
+            gen.index.clear()
+            assert gen.pool.num_slots == gen.pool.num_blocks == 0
+
+
+def test_the_text_of_a_token_is_read_once_though_its_step_fails(demo, tokenizer, monkeypatch):
+    """Read twice, it would make the stop text, which is nowhere."""
+    with KimiK3Generator(demo, tokenizer, max_num_seqs=1, num_blocks=60) as gen:
+        (one,) = gen.generate([PROMPT], SamplingParams(max_new_tokens=1, ignore_eos=True))
+    with KimiK3Generator(demo, tokenizer, max_num_seqs=1, num_blocks=60) as gen:
+        rid = gen.add(PROMPT, SamplingParams(max_new_tokens=4, ignore_eos=True, stop=[one.text * 2]))
+        real = gen.pools.is_finite
+
+        def fake(*args):
+            monkeypatch.setattr(gen.pools, "is_finite", real)
+            raise torch.OutOfMemoryError("no memory")
+
+        monkeypatch.setattr(gen.pools, "is_finite", fake)
+        with pytest.raises(torch.OutOfMemoryError):
+            gen.step()
+        finish(gen, [])
+        result = gen.result(rid)
+        assert result.finish_reason == "length" and result.text.startswith(one.text)

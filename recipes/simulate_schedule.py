@@ -8,8 +8,10 @@ that all requests together held at any time of a run where nothing was short, di
 latents, KDA slots, snapshots at message ends, prefix sharing, parking and a host tier behave as in the engine; the stride
 of snapshots inside long messages is left out. Times are those of an assumed machine (`Machine`): compare, do not quote.
 `fcfs_512` is fcfs with 512 instead of 2,048 tokens a step. --experts: each expert's share of a layer's tokens, a Zipf law
-in another order for each layer, or a recording of K3 (kimi_k3/parallel/traces.py tells the forms; a short one hides rare
-experts).
+in another order for each layer, or a recording (kimi_k3/parallel/traces.py tells the forms; a short one hides rare experts).
+One of K3 is taken as it is. Of a model of other sizes, such as the demo model by `gen.record_trace`, only the shape: each
+layer's experts sorted by popularity, stretched to 896 along the cumulative share, of which a token draws 16 without
+replacement; in another order for each layer, the recorded layers one after another over K3's 92.
 """
 
 import argparse
@@ -589,22 +591,27 @@ class Simulation:
 
 def zipf_shares(exponent: float, seed: int) -> np.ndarray:
     """[layers, experts]: shares by rank ** -exponent, none above 1, that add up to 16 a layer."""
-    rng, weights = np.random.default_rng(seed), 1 / np.arange(1, EXPERTS + 1) ** exponent
+    rng, share = np.random.default_rng(seed), drawn_shares(1 / np.arange(1, EXPERTS + 1) ** exponent)
+    return np.stack([rng.permutation(share) for _ in range(MOE_LAYERS)])
+
+
+def drawn_shares(weights: np.ndarray) -> np.ndarray:
+    """[experts]: how often a token has each of 16 experts drawn by weights > 0 without replacement: none above 1."""
     share, is_full = weights / weights.sum() * TOPK, np.zeros(EXPERTS, bool)
     while (share > 1).any():  # what the first ones cannot take goes to the others
         is_full |= share >= 1
         rest = weights * ~is_full
         share = np.where(is_full, 1, rest / rest.sum() * (TOPK - is_full.sum()))
-    return np.stack([rng.permutation(share) for _ in range(MOE_LAYERS)])
+    return share
 
 
-def read_routing(path: Path, option: str, least: int) -> np.ndarray:
-    """[layers, tokens, chosen] expert numbers; the layer with fewest tokens counts. It wants `least` tokens."""
+def read_routing(path: Path, option: str, least: int) -> tuple[np.ndarray, int]:
+    """[layers, tokens, chosen] expert numbers, and of how many; the layer with fewest tokens counts. It wants `least`."""
     try:
         trace = read_trace(path, topk=TOPK)
         if trace.num_tokens < least:
             raise ValueError(f"{trace.num_tokens} tokens, want at least {least}")
-        return np.stack([trace.topk_ids(layer)[: trace.num_tokens] for layer in trace.layers])
+        return np.stack([trace.topk_ids(layer)[: trace.num_tokens] for layer in trace.layers]), trace.num_experts
     except (OSError, ValueError) as error:
         raise SystemExit(f"{option}: want a recording of routing, got {path}: {error}") from error
 
@@ -619,16 +626,21 @@ def expert_shares(text: str, seed: int) -> np.ndarray:
             raise SystemExit(f"--experts: want a number as exponent, such as zipf:0.5, got {text!r}") from None
     if not Path(text).is_file():
         raise SystemExit(f"--experts: want zipf:EXPONENT or the file of a recording, got {text!r}")
-    return recorded_shares(Path(text))
+    return recorded_shares(Path(text), seed)
 
 
-def recorded_shares(path: Path) -> np.ndarray:
-    ids_LTA = read_routing(path, "--experts", 1)
-    if ids_LTA.max() >= EXPERTS or ids_LTA.shape[2] != TOPK:
-        raise SystemExit(
-            f"--experts: want {TOPK} of {EXPERTS} experts, got {ids_LTA.shape[2]} up to {ids_LTA.max()} in {path}"
-        )
-    return np.stack([np.bincount(ids.ravel(), minlength=EXPERTS) / len(ids) for ids in ids_LTA])
+def recorded_shares(path: Path, seed: int) -> np.ndarray:
+    """[layers, experts] as recorded, or where K3's sizes are others, of the recorded shape."""
+    ids_LTA, experts = read_routing(path, "--experts", 1)
+    share_LE = np.stack([np.bincount(ids.ravel(), minlength=experts) / len(ids) for ids in ids_LTA])
+    if (experts, ids_LTA.shape[2]) == (EXPERTS, TOPK):
+        return share_LE
+    rng, layers = np.random.default_rng(seed), len(share_LE)
+    cumulative_LE = np.pad(np.sort(share_LE)[:, ::-1].cumsum(1), ((0, 0), (1, 0)))
+    places = np.linspace(0, experts, EXPERTS + 1)
+    shapes = [np.diff(np.interp(places, np.arange(experts + 1), row)) for row in cumulative_LE]
+    shares = [drawn_shares(np.maximum(shape, 1e-9)) for shape in shapes]  # so few may be chosen that they are not 16
+    return np.stack([rng.permutation(shares[layer * layers // MOE_LAYERS]) for layer in range(MOE_LAYERS)])
 
 
 def compose(path: Path, ranks: int, batch: int, trials: int, seed: int, history: int = 16) -> dict[str, float]:
@@ -637,7 +649,7 @@ def compose(path: Path, ranks: int, batch: int, trials: int, seed: int, history:
     random: any; predicted: chosen one by one for the least load of the busiest rank, summed over layers, by the last
     `history` tokens of each; oracle: the same by the next tokens themselves.
     """
-    ids_LTA = read_routing(path, "--compose", history + 1)
+    ids_LTA, _ = read_routing(path, "--compose", history + 1)
     layers, tokens, _ = ids_LTA.shape
     per_rank = -(-(int(ids_LTA.max()) + 1) // ranks)
     load_TLR = np.zeros((tokens, layers, ranks))
@@ -717,7 +729,7 @@ def main() -> None:
     parser.add_argument("--oversubscription", type=float, default=2.0)
     parser.add_argument("--seconds", type=float, default=60, help="of arrivals; each run goes on until all are served")
     parser.add_argument("--tier-gb", type=float, default=64, help="host tier of each rank; 0: none")
-    parser.add_argument("--experts", default="zipf:0.5", help="zipf:EXPONENT or a recording")
+    parser.add_argument("--experts", default="zipf:0.5", help="zipf:EXPONENT or a recording, of another model too")
     parser.add_argument(
         "--first-token-s", type=float, default=10, help="goodput: tokens of requests within both bounds"
     )

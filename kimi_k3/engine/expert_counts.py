@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ class ExpertCounts:
         if not moe:
             raise ValueError("expert counts: want a model with MoE layers, got none")
         self.layers, self._routers = list(moe), [block.gate for block in moe.values()]
-        self.bytes_per_layer = {i: sum(p.nbytes for p in block.experts.parameters()) for i, block in moe.items()}
+        self._experts: list[Any] = [block.experts for block in moe.values()]
         num_experts = self._routers[0].config.num_experts
         self.counts = torch.zeros(len(moe), num_experts, dtype=torch.int64, device=model.device)
         self.num_forwards = 0
@@ -46,6 +46,18 @@ class ExpertCounts:
         self.share_MEW: Tensor | None = (
             None  # what each worker takes of an expert's tokens, where requests are followed
         )
+
+    @property
+    def bytes_per_layer(self) -> dict[int, int]:
+        """What this rank holds of the experts of each of `layers`, by now."""
+        held = [[p.to_local() if hasattr(p, "to_local") else p for p in e.parameters()] for e in self._experts]
+        return {layer: sum(p.nbytes for p in parts) for layer, parts in zip(self.layers, held)}
+
+    def owners(self) -> Tensor:
+        """[MoE layers, E] on the CPU: the "ep" rank of each expert's first active copy by now; 0 where there is no "ep"."""
+        if not hasattr(self._experts[0], "copy_ranks"):
+            return torch.zeros(self.counts.shape, dtype=torch.int64)
+        return torch.stack([experts.copy_ranks[:, 0] for experts in self._experts]).cpu()
 
     def record(self, path: str | Path | None) -> None:
         """Write what follows to `path`, or no more; ranks that run the same requests need one file."""

@@ -825,12 +825,23 @@ class KimiK3Generator:
             return out
 
     def prometheus(self, all_experts: bool = False) -> str:
-        """`stats` and, where they are counted, expert counts as Prometheus text; all_experts: not just the hottest few."""
+        """`stats` and, where they are counted, expert counts as Prometheus text; all_experts: not just the hottest few.
+
+        No collective. On several ranks `worker` is the rank's number, its bytes are those it holds, and over all workers
+        the tokens add up to tokens x top-k: those of an expert are told by the rank of its first active copy, even where
+        copies share them, and by rank 0 where every rank holds all experts or a part of each. With data_parallel a
+        group tells its own requests' choices, each expert's by the tp rank that it has in its group. An expert that
+        `replace_experts` moves takes its count along to the other worker.
+        """
         metrics = metrics_of(self.stats()) + self.expert_changes.metrics()
         experts = self.runner.experts
         if experts is not None:
-            hottest = None if all_experts else 4
-            metrics += expert_metrics(experts.counts.cpu(), experts.layers, experts.bytes_per_layer, hottest=hottest)
+            everyone, alike = self.agreement.all, self.agreement.group
+            is_mine = experts.owners() % self.agreement.size == (0 if alike is None else alike.rank())
+            metrics += expert_metrics(
+                experts.counts.cpu(), experts.layers, experts.bytes_per_layer, is_mine=is_mine,
+                worker=str(0 if everyone is None else everyone.rank()), hottest=None if all_experts else 4,
+            )  # fmt: skip
         return exposition(metrics)
 
     def heat_map(self, request_id: int) -> list[float]:

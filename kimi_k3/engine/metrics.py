@@ -167,28 +167,34 @@ def expert_metrics(
     layers: Sequence[int],
     bytes_per_layer: Mapping[int, int],
     *,
+    is_mine: Tensor | None = None,
     worker: str = "0",
     hottest: int | None = 4,
 ) -> list[Metric]:
     """Tokens that each expert was given.
 
     Args:
-        counts: [MoE layers, E] int64.     layers: the decoder layers of its rows.     bytes_per_layer: of their experts.
-        hottest: so many experts of each layer by number, the rest together as expert="others", so that a layer still adds
-            up to tokens x experts per token; None: all.
+        counts: [MoE layers, E] int64.     layers: the decoder layers of its rows.     bytes_per_layer: held of their experts.
+        is_mine: [MoE layers, E] bool, the experts whose tokens this worker tells, where others tell the rest; None: all.
+        hottest: so many of these experts of each layer by number, the rest together as expert="others", so that a layer
+            still adds up to its tokens x experts per token; None: all.
     """
+    is_mine = torch.ones_like(counts, dtype=torch.bool) if is_mine is None else is_mine
     number = counts.shape[1] if hottest is None else min(hottest, counts.shape[1])
-    best = torch.topk(counts, number, dim=1)
+    best = torch.topk(counts.masked_fill(~is_mine, -1), number, dim=1)
+    totals, sizes = (counts * is_mine).sum(1).tolist(), is_mine.sum(1).tolist()
     tokens: list[tuple[dict[str, str], float]] = []
-    for layer, row, values, ids in zip(layers, counts.tolist(), best.values.tolist(), best.indices.tolist()):
+    for layer, total, size, values, ids in zip(layers, totals, sizes, best.values.tolist(), best.indices.tolist()):
         labels = {"layer": str(layer), "worker": worker}
-        tokens += [({**labels, "expert": str(expert)}, value) for expert, value in sorted(zip(ids, values))]
-        if number < len(row):
-            tokens.append(({**labels, "expert": "others"}, sum(row) - sum(values)))
+        shown = sorted(zip(ids[:size], values))  # -1, of those that are not this worker's, comes last
+        tokens += [({**labels, "expert": str(expert)}, value) for expert, value in shown]
+        if len(shown) < size:
+            tokens.append(({**labels, "expert": "others"}, total - sum(value for _, value in shown)))
     held = [({"layer": str(layer), "worker": worker}, float(size)) for layer, size in bytes_per_layer.items()]
+    text = "Choices of real tokens: over experts and workers a layer adds up to tokens x top-k."
     return [
-        Metric("expert_tokens_total", "counter", "Choices of real tokens: a layer adds up to tokens x top-k.", tokens),
-        Metric("expert_bytes", "gauge", "Memory of a layer's routed experts.", held),
+        Metric("expert_tokens_total", "counter", text, tokens),
+        Metric("expert_bytes", "gauge", "Memory of a layer's routed experts on this worker.", held),
     ]
 
 

@@ -10,7 +10,7 @@ import torch
 from kimi_k3 import KimiK3Generator, SamplingParams
 from kimi_k3.engine import generator
 from kimi_k3.engine.expert_counts import CHOICES_KEPT, ExpertCounts
-from kimi_k3.engine.metrics import Metric, exposition, metrics_of
+from kimi_k3.engine.metrics import Metric, expert_metrics, exposition, metrics_of
 from kimi_k3.engine.tiers import DiskTier, HostTier
 from kimi_k3.parallel.placement import ExpertPlacement
 from kimi_k3.parallel.traces import read_trace
@@ -205,6 +205,29 @@ def test_expert_counts_are_the_routers_choices(smooth, chosen, tmp_path, is_inva
         assert of_layer.total() == tokens * topk and len(of_layer) <= 5
         for expert, value in enumerate(row.tolist()):
             assert whole[labels(layer=str(layer_idx), worker="0", expert=str(expert))] == value
+
+
+@pytest.mark.parametrize("hottest", [None, 2])
+def test_workers_add_up_to_all_choices(hottest):
+    """Each tells the tokens of its own experts, three, one and none of a layer among them; and its own bytes."""
+    counts, owners = torch.tensor([[5, 1, 9, 7], [2, 3, 4, 8]]), torch.tensor([[0, 0, 1, 0], [2, 0, 2, 2]])
+    text = [
+        exposition(expert_metrics(counts, [1, 6], {1: 10 * w}, is_mine=owners == w, worker=str(w), hottest=hottest))
+        for w in range(3)
+    ]
+    tokens = [parse(part)["kimi_k3_expert_tokens_total"] for part in text]
+    small = {  # what is left out of the hottest two
+        labels(layer="1", worker="0", expert="others" if hottest else "1"): 1,
+        labels(layer="6", worker="2", expert="others" if hottest else "0"): 2,
+    }
+    assert {name: value for part in tokens for name, value in part.items()} == small | {
+        labels(layer="1", worker="0", expert="0"): 5, labels(layer="1", worker="0", expert="3"): 7,
+        labels(layer="1", worker="1", expert="2"): 9, labels(layer="6", worker="0", expert="1"): 3,
+        labels(layer="6", worker="2", expert="2"): 4, labels(layer="6", worker="2", expert="3"): 8,
+    }  # fmt: skip
+    assert [len(part) for part in tokens] == [4, 1, 3]
+    for w, part in enumerate(text):
+        assert parse(part)["kimi_k3_expert_bytes"] == {labels(layer="1", worker=str(w)): 10 * w}
 
 
 def test_requests_are_followed_to_the_workers_of_their_experts(smooth, chosen):

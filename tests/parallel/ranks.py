@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import re
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from kimi_k3.parallel import stop
+from kimi_k3.parallel.tensor_parallel import local_part
 
 TIMEOUT_SECONDS = 60.0  # a loaded machine; what must end fast has its own
 PRELOADED = [
@@ -21,6 +23,32 @@ PRELOADED = [
     "torch.testing", "pytest",
     "kimi_k3", "kimi_k3.checkpoint", "kimi_k3.generation", "kimi_k3.parallel", "kimi_k3.parallel.expert_parallel",
 ]  # fmt: skip
+
+
+def expert_figures(gen: Any) -> tuple[set[int], dict[tuple[int, int], int], int]:
+    """Of this rank's Prometheus text: its numbers as a worker, tokens by (layer, expert), and bytes of a layer's experts."""
+    found = re.findall(r'kimi_k3_expert_(\w+){layer="(\d+)",worker="(\d+)"(?:,expert="(\d+)")?} (\d+)',
+                       gen.prometheus(all_experts=True))  # fmt: skip
+    tokens = {(int(layer), int(expert)): int(n) for name, layer, _, expert, n in found if name == "tokens_total"}
+    (held,) = {int(n) for name, *_, n in found if name == "bytes"}  # a layer like another
+    return {int(worker) for _, _, worker, _, _ in found}, tokens, held
+
+
+def check_expert_figures(gen: Any, counts: torch.Tensor) -> list[int]:
+    """Every rank calls it, with what all chose, [MoE layers, E]: the workers' tokens add up to it, and are told once by the
+    ranks that run the same requests. Returns how many experts of all layers each rank tells."""
+    figures: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(figures, expert_figures(gen))
+    layers, total = gen.runner.experts.layers, torch.zeros_like(counts)
+    for rank, (workers, tokens, held) in enumerate(figures):
+        assert workers == {rank}
+        for (layer, expert), value in tokens.items():
+            total[layers.index(layer), expert] += value
+        experts: Any = gen.model.model.layers[str(layers[0])].block_sparse_moe.experts
+        if rank == dist.get_rank():
+            assert held == sum(local_part(weight).nbytes for weight in experts.parameters())
+    assert torch.equal(total, counts)
+    return [len(tokens) for _, tokens, _ in figures]
 
 
 def _entry(

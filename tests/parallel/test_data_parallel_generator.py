@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import check_expert_figures, run_ranks
 
 from kimi_k3 import KimiK3ForCausalLM, KimiK3Generator, SamplingParams
 from kimi_k3.parallel import make_mesh, use_placement
@@ -48,6 +48,8 @@ def groups(folder, tp: int) -> dict:
             gen.step()
         moved = gen.stats()["expert_changes"]["completed"]
         again = run(gen, list(range(len(PROMPTS)))[group::num_groups])
+        told = check_expert_figures(gen, gen.expert_counts())  # some experts have copies on several ranks
+        assert told == ([4 * 896] * size if tp == 1 else told[:2] * num_groups) and sum(told) == 4 * 896 * num_groups
         with pytest.raises(ValueError, match="all ranks step equally often"):
             next(gen.stream(PROMPTS[0]))
         return {"first": first, "only last": only_last, "again": again, "counts": counts, "ran": int(ran), "moved": moved,

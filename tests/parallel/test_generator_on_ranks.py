@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import check_expert_figures, run_ranks
 
 import kimi_k3
 from kimi_k3 import KimiK3ForCausalLM, KimiK3Generator, SamplingParams
@@ -54,8 +54,10 @@ def tight_and_roomy(kind: str | None) -> dict:
             alone.append(gen.generate([prompt], params)[0].token_ids)
     # Unseeded draws: no rank may draw its own.
     with KimiK3Generator(model, max_num_seqs=2, num_blocks=20) as gen:
+        gen.count_experts()
         free = gen.generate([prompt_of(9, 1)], SamplingParams(max_new_tokens=8, temperature=1.5))[0].token_ids
-    return {"tight": tight, "alone": alone, "free": free, "evictions": stats["evictions"]}
+        told = [] if kind is None else check_expert_figures(gen, gen.expert_counts())
+    return {"tight": tight, "alone": alone, "free": free, "evictions": stats["evictions"], "told": told}
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +69,9 @@ def one_process():
 def test_a_small_budget_changes_no_token_on_any_rank(size, kind, one_process):
     ranks = run_ranks(size, tight_and_roomy, kind, timeout=300)
     assert all(rank == ranks[0] for rank in ranks)
+    # Each tells the tokens of its own experts; where experts are cut by their width, the first one tells all.
+    everyone = 8 * 16
+    assert ranks[0]["told"] == ([everyone, 0] if kind == "tp" else [everyone // size] * size)
     assert ranks[0]["tight"] == ranks[0]["alone"] and ranks[0]["evictions"] > 0
     # Tensor parallelism sums in another order, so this holds where no two tokens are close; expert parallelism exactly.
     same = sum(a == b for a, b in zip(ranks[0]["tight"], one_process["tight"], strict=True))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import check_expert_figures, run_ranks
 
 import kimi_k3.parallel.replication as replication
 from kimi_k3 import KimiK3ForCausalLM, KimiK3Generator, SamplingParams
@@ -72,6 +72,7 @@ def before_during_after(folder) -> dict:
             if not is_running(gen):
                 break
         rounds.append(round_of(gen))
+        check_expert_figures(gen, gen.expert_counts())
         experts = model.model.layers["1"].block_sparse_moe.experts
         return {
             "rounds": rounds, "during": is_first_round_during, "stats": gen.stats()["expert_changes"],

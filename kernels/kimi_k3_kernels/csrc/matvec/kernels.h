@@ -37,18 +37,24 @@ KIMI_K3_INLINE void tile(const float* x, int64_t padded, const W* w, int64_t k_c
 #pragma GCC unroll 4
     for (int n = 0; n < N; ++n) sums[m][n] = Vec{};
   int64_t k = 0;
-  for (; k + kPair <= k_count; k += kPair)
+  for (; k + kPair <= k_count; k += kPair) {
+    const W* from = w + k;
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      Vec rows[M];
 #pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) {
-      __builtin_prefetch(w + (N + n) * k_count + k);  // the next rows: more loads in flight than the hardware starts
-      Vec first, second;
-      load_pair(w + n * k_count + k, first, second);
+      for (int m = 0; m < M; ++m) rows[m] = load_vec(x + m * padded + k + half * kLanes);
 #pragma GCC unroll 4
-      for (int m = 0; m < M; ++m) {
-        sums[m][n] += first * load_vec(x + m * padded + k);
-        sums[m][n] += second * load_vec(x + m * padded + k + kLanes);
+      for (int n = 0; n < N; ++n) {
+        if (half == 0) __builtin_prefetch(from + (N + n) * k_count);  // the next rows: more loads than the hardware starts
+        Vec halves[2];
+        load_pair(from + n * k_count, halves[0], halves[1]);
+#pragma GCC unroll 4
+        for (int m = 0; m < M; ++m) sums[m][n] += halves[half] * rows[m];
       }
+      asm volatile("" : "+r"(from));  // the second half reads w again: kept in registers, it pushes the sums out
     }
+  }
   if (k < k_count) {
     for (int n = 0; n < N; ++n) {
       W rest[kPair] = {};
@@ -67,7 +73,9 @@ KIMI_K3_INLINE void tile(const float* x, int64_t padded, const W* w, int64_t k_c
     for (int n = 0; n < N; ++n) y[m * stride + n] = sum_lanes(sums[m][n]);
 }
 
-// Three rows of x and four of w: twelve sums and their operands fill sixteen registers.
+// Three rows of x and as many of w as fill the registers: with three, nine sums and their operands take sixteen of them.
+constexpr int64_t kTileRows = kLanes == 8 ? 3 : 4;
+
 template <class W, int N>
 KIMI_K3_INLINE void columns(const float* x, int64_t m_count, int64_t padded, const W* w, int64_t k_count, float* y,
                             int64_t stride) {
@@ -82,9 +90,12 @@ KIMI_K3_INLINE void columns(const float* x, int64_t m_count, int64_t padded, con
 template <class W>
 KIMI_K3_TARGET static void multiply(const float* x, int64_t m_count, int64_t padded, const W* w, int64_t n_count,
                                     int64_t k_count, float* y, int64_t stride) {
-  for (int64_t m = 0; m < m_count; m += 3) {
-    const int64_t rows = std::min<int64_t>(3, m_count - m);
+  for (int64_t m = 0, rows; m < m_count; m += rows) {
+    rows = m_count - m == 4 ? 2 : std::min<int64_t>(3, m_count - m);  // one row alone leaves half of the adders idle
     int64_t n = 0;
+    if (rows == 3)
+      for (; n + kTileRows <= n_count && n + 4 != n_count; n += kTileRows)
+        columns<W, kTileRows>(x + m * padded, rows, padded, w + n * k_count, k_count, y + m * stride + n, stride);
     for (; n + 4 <= n_count; n += 4)
       columns<W, 4>(x + m * padded, rows, padded, w + n * k_count, k_count, y + m * stride + n, stride);
     for (; n < n_count; ++n)

@@ -165,7 +165,7 @@ struct Avx2Rows {
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m) {
       rows[m] = x[m] + k;
-      asm("" : "+r"(rows[m]));  // read them again for each n: kept in registers, they push the sums out
+      asm volatile("" : "+r"(rows[m]));  // read them again for each n: kept in registers, they push the sums out
     }
     decode<kWhole>(codes, scales, [&](int index, __m256 values) KIMI_K3_AVX2 __attribute__((always_inline)) {
 #pragma GCC unroll 8
@@ -213,10 +213,14 @@ struct Avx2Rows {
       for (; k + kBlock <= w.in; k += kBlock, target += kBlock) decode<true>(codes + k / 2, scales + k / kGroup, put8);
       if (k < w.in) decode<false>(codes + k / 2, scales + k / kGroup, put8);
     }
-    int64_t m = 0;
-    for (; m + 3 <= m_count; m += 3) tile<3, N>(decoded.data(), columns, x + m, out + m * kBlockRows);
-    if (m_count - m == 2) tile<2, N>(decoded.data(), columns, x + m, out + m * kBlockRows);
-    if (m_count - m == 1) tile<1, N>(decoded.data(), columns, x + m, out + m * kBlockRows);
+    for (int64_t m = 0, rows; m < m_count; m += rows) {
+      rows = m_count - m == 4 ? 2 : std::min<int64_t>(3, m_count - m);  // one row alone leaves half of the adders idle
+      switch (rows) {
+        case 3: tile<3, N>(decoded.data(), columns, x + m, out + m * kBlockRows); break;
+        case 2: tile<2, N>(decoded.data(), columns, x + m, out + m * kBlockRows); break;
+        case 1: tile<1, N>(decoded.data(), columns, x + m, out + m * kBlockRows);
+      }
+    }
   }
 
   static void rows(const PackedMatrix& w, int64_t first, int64_t count, const Ahead& ahead, const float* const* x, int64_t m,

@@ -711,6 +711,12 @@ def simulate(
     free = Simulation(sessions, SCHEDULERS["fcfs"], machine, experts, 10**8, 0, max_num_seqs=10**6)
     free.run()
     total_blocks = int(free.peak_blocks / oversubscription)
+    longest = max(s.prefix[1] + sum(t.user + t.reply for t in s.turns) for s in sessions)
+    if total_blocks < (least := blocks_of(longest) + free.slot_blocks):
+        raise SystemExit(
+            f"--oversubscription: want memory for {longest} tokens of {trace} at least, {least} blocks, got {total_blocks}: "
+            "want more --seconds of arrivals"
+        )
     rows = [{"trace": trace, "scheduler": "fcfs, no limit", **free.report(*bounds)}]
     for policy in policies:
         run = Simulation(

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from kimi_k3.modeling_kimi_k3 import KimiK3ForCausalLM
 
 ALIGNMENT = 64  # bytes
-HEAD_SLICES = (
-    8  # a stored state is cut into so many slices of heads, so that other parallel degrees can read their part
-)
+# A stored state is cut into so many slices of heads, so that other parallel degrees can read their part. Of K3's 96 each
+# has 3: 13.6 MB.
+HEAD_SLICES = 32
 STAGED = -1  # instead of a slot: the state in the staging buffer
 
 

@@ -202,6 +202,10 @@ def test_the_recipe_prints_a_table_and_json(monkeypatch, capsys):
         (["--compose", "broken.jsonl"], "--compose: want a recording of routing, got .*: line 1 is no record.*"),
         (["--oversubscription", "0"], "--oversubscription: want more than 0, got 0"),
         (["--traces", "chat", "--seconds", "0"], "--seconds: want time for an arrival of chat, got 0"),
+        (
+            ["--traces", "chat", "--seconds", "2"],
+            "--oversubscription: want memory for .* tokens of chat at least, .* blocks, got .*: want more --seconds.*",
+        ),
     ],
 )
 def test_a_wrong_argument_is_named_in_one_line(monkeypatch, tmp_path, arguments, message):

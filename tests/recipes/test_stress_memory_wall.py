@@ -109,7 +109,6 @@ def test_without_matplotlib_it_runs_and_says_that_there_is_no_png(folder, tmp_pa
 
 
 def test_the_plot_is_a_png(folder, tmp_path):
-    pytest.importorskip("matplotlib")
     arguments = [*SMALL, "--loads", "1,2", "--raise", "concurrency"]
     stress_memory_wall.main(["--model", str(folder), "--out", str(tmp_path), *arguments])
     assert (tmp_path / "stress_memory_wall.png").read_bytes().startswith(b"\x89PNG")

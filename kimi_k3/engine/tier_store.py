@@ -18,7 +18,7 @@ from kimi_k3.engine.page_pool import PagePool
 from kimi_k3.engine.prefix_index import Evicted, Node, PrefixIndex, Snapshot, chain
 from kimi_k3.engine.request import Request
 from kimi_k3.engine.tier_format import Payload
-from kimi_k3.engine.tier_transfers import TierStack
+from kimi_k3.engine.tier_transfers import TierStack, may_hold
 
 MAX_PROBES = 64  # positions of a prompt that are looked for in the tiers
 CLOSE_SECONDS = 60.0
@@ -42,10 +42,10 @@ class TierStore:
         self, tiers: Sequence[Any], pools: DevicePools, pool: PagePool, index: PrefixIndex, agreement: Agreement
     ) -> None:
         self.agreement = agreement
+        self.slices = pools.head_slices()  # may raise: before the tiers are taken
         self.stack = TierStack(tiers)
         self.pools, self.pool, self.index = pools, pool, index
         self.block_size = pools.layout.block_size
-        self.slices = pools.head_slices()
         self.counts: Counter[str] = Counter()
         # Bound on the reads under way; one of any size may always be.
         (self.max_reading_bytes,) = agreement.least([self.stack.max_pending_bytes])
@@ -271,6 +271,9 @@ class TierStore:
         deadline = time.monotonic() + timeout
         if self.stack.shared_index is not None:
             self._tier_index, self._wait_until = self.stack.shared_index, deadline
+            *nearer, shared = self.stack.tiers[: self.stack.shared_index + 1]
+            if not all(may_hold(shared, tier.codec) for tier in nearer):  # what lies there ends with it
+                self.known.clear()
             for entry in entries:
                 self.save(entry)
                 if time.monotonic() >= deadline:

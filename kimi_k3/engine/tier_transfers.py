@@ -134,7 +134,7 @@ class TierStack:
         self._is_closed = False
         for index, tier in enumerate(self.tiers):
             try:
-                tier.take(partial(self._demote, index=index))
+                tier.take(partial(self._make_way, index=index))
             except ValueError:
                 for earlier in self.tiers[:index]:
                     earlier.on_evict = None
@@ -263,16 +263,25 @@ class TierStack:
             self._changed.notify_all()
             return True
 
-    def _demote(self, key: str, index: int, wait_s: float = 0.0) -> None:
-        """What tier `index` evicts goes to the next one, unless that would pass a lossy entry off as another."""
+    def _make_way(self, key: str, index: int) -> None:
+        """Tier `index` evicts an entry: it goes to the next one, lies below already, or is lost."""
+        if self._demote(key, index):
+            return
+        for lower in self.tiers[index + 1 :]:
+            with suppress(TierError):  # counted by the tier
+                if lower.contains(key):
+                    return
+        self.lost.append(key)
+
+    def _demote(self, key: str, index: int, wait_s: float = 0.0) -> bool:
+        """Queue an entry of tier `index` for the next one, unless that would pass a lossy entry off as another."""
         tier, is_queued = self.tiers[index], False
         with suppress(TierError):  # counted by the tier
-            payload = tier.read(key) if any(_may_hold(lower, tier.codec) for lower in self.tiers[index + 1 :]) else None
+            payload = tier.read(key) if any(may_hold(lower, tier.codec) for lower in self.tiers[index + 1 :]) else None
             if payload:
                 is_queued = self._enqueue(key, index + 1, _Write(payload, codec=tier.codec), "dropped", wait_s)
         self._count("demoted", is_queued)
-        if not is_queued:
-            self.lost.append(key)
+        return is_queued
 
     def _write_loop(self) -> None:
         while True:
@@ -300,7 +309,7 @@ class TierStack:
         payload = write.whole()
         for tier in self.tiers[index:]:
             with suppress(TierError):  # counted by the tier
-                if _may_hold(tier, write.codec) and tier.put(key, payload):
+                if may_hold(tier, write.codec) and tier.put(key, payload):
                     return True
         return False
 
@@ -326,7 +335,7 @@ class TierStack:
                 continue
             if payload is None:
                 continue
-            is_better_near = index > 0 and not write and _may_hold(self.tiers[0], tier.codec)
+            is_better_near = index > 0 and not write and may_hold(self.tiers[0], tier.codec)
             is_promoted = is_better_near and self._enqueue(key, 0, _Write(payload, codec=tier.codec), "dropped")
             self._count("promoted", is_promoted)
             self._count("fetched_bytes", payload_bytes(payload))
@@ -335,6 +344,6 @@ class TierStack:
         return None, reason
 
 
-def _may_hold(tier: Tier, codec: LossyCodec) -> bool:
+def may_hold(tier: Tier, codec: LossyCodec) -> bool:
     """Whether bytes that went through `codec` may lie in `tier` under its keys."""
     return codec in (EXACT, tier.codec)

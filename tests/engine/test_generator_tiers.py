@@ -136,6 +136,46 @@ def test_a_stored_state_that_is_not_finite_is_a_miss(demo):
         assert gen.generate([[*prompt, 5]], SamplingParams(max_new_tokens=2))[0].token_ids == result.token_ids
 
 
+def test_what_went_on_from_rounded_states_never_serves_exact_tiers(demo, tmp_path):
+    """Fault 7.2: above the exact folder lies a lossy host, and what follows a hit there is exact in nothing but its form."""
+    prompt, lossy, options = prompt_of(200, 1), {"latents": "fp8", "snapshots": "fp8"}, SMALL | {"batch_invariant": False}
+    roots = []
+    for host, reused in ((lossy, 0), ({}, 0), (lossy, 200), ({}, 200)):
+        tiers = (HostTier(1 << 26, **host), DiskTier(tmp_path, 1 << 28))
+        with KimiK3Generator(demo, tiers=tiers if reused else tiers[::-1], **options) as gen:
+            roots.append(gen._root)
+            (result,) = gen.generate([[*prompt, 5]], SamplingParams(max_new_tokens=2))
+            assert result.reused_tokens == reused
+            if not reused:
+                gen.generate([prompt], SamplingParams(max_new_tokens=2))
+    assert roots[:2] == roots[2:]
+    with KimiK3Generator(demo, tiers=(HostTier(1 << 26),), **options) as gen:
+        gen._weights = ""
+        alone = gen._root_key(False)
+    with KimiK3Generator(demo, **options) as gen:
+        gen._weights = ""
+        assert gen._root_key(False) == alone
+
+
+def test_at_the_end_states_find_their_blocks_though_a_lossy_host_has_those(demo, tmp_path):
+    def tiers():
+        return HostTier(1 << 28, latents="fp8"), DiskTier(tmp_path, 1 << 28)
+
+    prompts, params = [prompt_of(300, seed) for seed in range(2)], SamplingParams(max_new_tokens=1)
+    options = SMALL | {"batch_invariant": False, "num_blocks": 60}
+    with KimiK3Generator(demo, tiers=tiers(), **options) as gen:
+        for prompt in prompts:
+            gen.generate([prompt], params)
+            gen.tiers.stack.flush()
+            states = sorted(gen.index.entries(), key=lambda entry: entry.snapshot.position)
+            gen.index.drop(states[0].snapshot)  # to the host, and the first block with it, which other states need
+        (root,) = gen.index._roots
+        kept = [gen.index.match(root, [*prompt, 7]).position for prompt in prompts]
+        assert len(gen.tiers.known) and kept == [300, 300]
+    with KimiK3Generator(demo, tiers=tiers(), **options) as gen:
+        assert [gen.generate([[*prompt, 7]], params)[0].reused_tokens for prompt in prompts] == kept
+
+
 @pytest.mark.parametrize("difference", ["weights", "dtype", "activations", "block_size", "mode", "image"])
 def test_a_folder_that_describes_something_else_is_a_miss(demo, smooth, tmp_path, difference):
     """Fault 7.2: two runs over one folder that differ in one thing."""
@@ -693,3 +733,13 @@ def test_a_generator_that_could_not_be_made_ends_its_tiers_and_their_threads(dem
     with pytest.raises(ValueError, match=r"HostTier: .* closed"):  # it ended with the generator
         KimiK3Generator(demo, tiers=tiers, **SMALL)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("kimi_k3-tiers")]
+
+
+def test_heads_that_cannot_be_stored_leave_the_tiers_free(demo, monkeypatch):
+    tier, before = HostTier(1 << 28), set(threading.enumerate())
+    with monkeypatch.context() as patch:
+        patch.setattr(DevicePools, "head_slices", lambda _: (_ for _ in ()).throw(ValueError("tiers: want heads")))
+        with pytest.raises(ValueError, match="tiers: want heads"):
+            KimiK3Generator(demo, tiers=(tier,), **SMALL)
+    assert set(threading.enumerate()) == before
+    KimiK3Generator(demo, tiers=(tier,), **SMALL).close()

@@ -247,6 +247,16 @@ def test_a_full_queue_drops_demotions_and_counts_them(make):
     assert list(stack.lost) == [key(number) for number in range(2, 7)]
 
 
+def test_a_dropped_demotion_of_what_lies_below_is_no_loss(make, tmp_path):
+    host, slow = HostTier(HOST_BYTES), SlowHost()
+    slow.put(key(1), entry(1))
+    stack = make(host, slow, max_pending_bytes=ENTRY_BYTES)
+    slow.gate.clear()
+    for number in range(4):
+        host.put(key(number), entry(number))
+    assert stack.stats()["transfers"]["dropped"] == 2 and list(stack.lost) == [key(2)]
+
+
 def test_what_leaves_the_last_tier_is_lost(make):
     stack = make(HostTier(2 * HOST_BYTES))
     for number in range(5):

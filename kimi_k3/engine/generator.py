@@ -944,8 +944,9 @@ class KimiK3Generator:
             *(["bf16 snapshots"] if self.pools.layout.has_bf16_snapshots else []),
         ]  # fmt: skip
         tiers = self.tiers.stack.tiers if self.tiers is not None else ()
-        if codecs := sorted({tier.codec.format for tier in tiers if tier.codec != EXACT}):  # what follows a hit is rounded
-            parts.append(f"lossy tiers {codecs}")
+        codecs = {tier.codec.format for tier in tiers if tier.codec != EXACT}
+        if codecs:  # what follows a hit is rounded
+            parts.append(f"lossy tiers {sorted(codecs)}")
         if (lossy := getattr(model, "lossy_expert_activations", None)) is not None:
             parts.append(f"expert activations in {lossy}")
         return hashlib.sha256("\n".join(parts).encode()).digest()

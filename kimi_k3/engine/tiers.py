@@ -217,7 +217,8 @@ class HostTier(LocalTier):
 
     `put` copies; `get` returns views of the stored bytes, which stay valid after eviction and must not be written: an
     in-place torch operation on them is noticed at the next `get` and makes the entry "damaged". Pinned buffers count
-    with the power of two that PyTorch's pinned allocator takes for them. It belongs to one generator at a time and ends
+    with the power of two that PyTorch's pinned allocator takes for them. latents: "exact" or "fp8"; snapshots: "exact",
+    "bf16" or "fp8": how entries are kept, see LossyCodec. It belongs to one generator at a time and ends
     with it: `close` deletes the entries, and a closed one is refused.
     """
 
@@ -273,7 +274,8 @@ class DiskTier(LocalTier):
     """Least recently used entries within `bytes` of a folder, one safetensors file each; survives restarts.
 
     The object belongs to one generator at a time and is closed with it; each other gets a DiskTier of its own, over the
-    same folder if so wished.
+    same folder if so wished. latents and snapshots: as HostTier's. Entries of other codecs and of older formats count
+    as well: they are never read, and leave when they are the least recently used.
 
     An entry is written under a temporary name and renamed, so that a process killed at any moment leaves whole entries
     only. The temporary file is locked while it is written: one that nobody locks is a dead writer's and is removed by the
@@ -398,6 +400,7 @@ class RemoteTier(Tier):
         url: redis://host:port/db, rediss:// (TLS), valkey://, valkeys:// or unix://path.
         timeout_s: of connecting and of every read or write on the socket.
         pause_s: after a failure every call fails at once for so long, so that a dead server delays nobody.
+        latents, snapshots: as HostTier's.
     Raises: ValueError for other arguments, ImportError without the client, TierError if no server answers.
     """
 

@@ -138,7 +138,8 @@ def test_a_stored_state_that_is_not_finite_is_a_miss(demo):
 
 def test_what_went_on_from_rounded_states_never_serves_exact_tiers(demo, tmp_path):
     """Fault 7.2: above the exact folder lies a lossy host, and what follows a hit there is exact in nothing but its form."""
-    prompt, lossy, options = prompt_of(200, 1), {"latents": "fp8", "snapshots": "fp8"}, SMALL | {"batch_invariant": False}
+    prompt, options = prompt_of(200, 1), SMALL | {"batch_invariant": False}
+    lossy = {"latents": "fp8", "snapshots": "fp8"}
     roots = []
     for host, reused in ((lossy, 0), ({}, 0), (lossy, 200), ({}, 200)):
         tiers = (HostTier(1 << 26, **host), DiskTier(tmp_path, 1 << 28))
@@ -644,6 +645,30 @@ def test_a_preempted_requests_blocks_are_hashed_once(demo, monkeypatch):
         while gen.has_unfinished():
             gen.step()
         assert len(gen.result(rid).token_ids) == 300
+
+
+@pytest.mark.parametrize("scheduler", ["dependency_aware", "fcfs"])
+def test_what_was_read_and_waits_for_a_seat_counts_as_read(demo, scheduler):
+    """One seat, taken; states of some who wait are read ahead within the bound, and an urgent late one is served too."""
+    options = SMALL | {"max_num_seqs": 1, "num_blocks": 60, "scheduler": scheduler}
+    with KimiK3Generator(demo, tiers=(HostTier(1 << 28),), **options) as gen:
+        prompts = [prompt_of(250, seed) for seed in range(5)]
+        gen.generate(prompts, SamplingParams(max_new_tokens=1))
+        gen.index.clear()
+        gen.tiers.stack.flush()
+        gen.tiers.max_reading_bytes = 1
+        gen.add(prompt_of(20, 77), SamplingParams(max_new_tokens=60, ignore_eos=True))
+        gen.step()
+        params = SamplingParams(max_new_tokens=2)
+        rids = [gen.add([*prompt, 4], params) for prompt in prompts[:4]]
+        most = 0
+        while gen.has_unfinished() and gen.num_steps < 3000:
+            gen.step()
+            most = max(most, sum(r.fetch_state in ("pending", "ready") for r in gen._requests.values()))
+            if gen.num_steps == 40:  # comes before one whose state has been read
+                rids.append(gen.add([*prompts[4], 4], params, priority=2))
+        assert not gen.has_unfinished() and most <= 2
+        assert all(gen.result(rid).reused_tokens >= 192 for rid in rids)
 
 
 def test_reads_under_way_are_bounded(demo):

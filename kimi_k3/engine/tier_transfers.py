@@ -156,10 +156,10 @@ class TierStack:
                 for earlier in self.tiers[:index]:
                     earlier.on_evict = None
                 raise
-        loops = [(self._write_loop, ()), *((self._read_loop, (number,)) for number in range(READ_THREADS + 1))]
-        self._threads = [
-            threading.Thread(target=loop, args=args, name=f"kimi_k3-tiers{loop.__name__}", daemon=True)
-            for loop, args in loops
+        self._threads = [threading.Thread(target=self._write_loop, name="kimi_k3-tiers_write_loop", daemon=True)]
+        self._threads += [
+            threading.Thread(target=self._read_loop, args=(number,), name="kimi_k3-tiers_read_loop", daemon=True)
+            for number in range(READ_THREADS + 1)
         ]
         for thread in self._threads:
             thread.start()

@@ -32,6 +32,7 @@ from kimi_k3.engine.residency import REFRESH_STEPS, Residency
 from kimi_k3.engine.row_sampling import RowError, is_plain_greedy, next_output
 from kimi_k3.engine.runner import CudaRecorder, DecodeGraphs, Piece, Runner
 from kimi_k3.engine.scheduler import DEFAULT_POLICY, SCHEDULERS, Candidate, Pace, Resources, Schedule
+from kimi_k3.engine.tier_format import EXACT
 from kimi_k3.generation import StopText, end_ids
 from kimi_k3.sampling import SamplingParams, as_int, fresh_seed
 
@@ -973,6 +974,10 @@ class KimiK3Generator:
             f"batch invariant, {self.agreement.tp_size} ranks" if batch_invariant else "",
             *(["bf16 snapshots"] if self.pools.layout.has_bf16_snapshots else []),
         ]  # fmt: skip
+        tiers = self.tiers.stack.tiers if self.tiers is not None else ()
+        codecs = {tier.codec.format for tier in tiers if tier.codec != EXACT}
+        if codecs:  # what follows a hit is rounded
+            parts.append(f"lossy tiers {sorted(codecs)}")
         if (lossy := getattr(model, "lossy_expert_activations", None)) is not None:
             parts.append(f"expert activations in {lossy}")
         return hashlib.sha256("\n".join(parts).encode()).digest()

@@ -21,6 +21,7 @@ Payload = dict[str, Tensor]  # name -> CPU tensor; what one entry holds
 Precision = Literal["exact", "bf16", "fp8"]
 
 FORMAT = "kimi_k3-tier-1"  # changes when older bytes must not be read any more
+FORMS = re.compile(r"kimi_k3-tier-.*")  # any FORMAT, and those of lossy codecs
 KEY = re.compile(r"[0-9a-f]{64}(-[a-z0-9]{1,16}){0,8}")
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,

@@ -18,12 +18,11 @@ from kimi_k3.engine.page_pool import PagePool
 from kimi_k3.engine.prefix_index import Evicted, Node, PrefixIndex, Snapshot, chain
 from kimi_k3.engine.request import Request
 from kimi_k3.engine.tier_format import Payload
-from kimi_k3.engine.tier_transfers import TierStack
+from kimi_k3.engine.tier_transfers import FETCH_SECONDS, TierStack, may_hold
 
 MAX_PROBES = 64  # positions of a prompt that are looked for in the tiers
 CLOSE_SECONDS = 60.0
-# A read that takes longer, all reads before it included, is given up: the tokens are computed.
-FETCH_SECONDS = 10.0
+# A read that takes longer than FETCH_SECONDS and this, all reads before it included, is given up: the tokens are computed.
 FETCH_SECONDS_PER_BYTE = 1e-8
 PAUSE_SECONDS = 0.005  # of a step that has nothing to run but waits for a read
 
@@ -42,14 +41,15 @@ class TierStore:
         self, tiers: Sequence[Any], pools: DevicePools, pool: PagePool, index: PrefixIndex, agreement: Agreement
     ) -> None:
         self.agreement = agreement
+        self.slices = pools.head_slices()  # may raise: before the tiers are taken
         self.stack = TierStack(tiers)
         self.pools, self.pool, self.index = pools, pool, index
         self.block_size = pools.layout.block_size
-        self.slices = pools.head_slices()
         self.counts: Counter[str] = Counter()
-        # Bound on the reads under way; one of any size may always be.
+        # Bound on what is read and not used yet; one read of any size may always be.
         (self.max_reading_bytes,) = agreement.least([self.stack.max_pending_bytes])
-        self._reading_bytes = 0
+        self._reading: list[Request] = []  # whose reads count
+        self._refused: list[Request] = []  # for room, since the last `poll`
         self.known = WeakValueDictionary[str, Node | Snapshot]()
         self._tier_index = 0
         self._wait_until = 0.0  # for room in the queue
@@ -157,15 +157,18 @@ class TierStore:
 
     def prefetch(self, request: Request) -> None:
         """Begin to read what a request needs, unless too much is being read; then it is to be asked for again."""
-        is_full = self._reading_bytes and self._reading_bytes + request.fetch_bytes > self.max_reading_bytes
-        if request.fetch_state != "absent" or is_full:
+        if request.fetch_state != "absent":
+            return
+        reading = self._reading_bytes()
+        if reading and reading + request.fetch_bytes > self.max_reading_bytes:
+            self._refused.append(request)
             return
         keys, first = request.fetch_keys, request.fetch_first
         heat = dict(zip(keys, request.heat[first:] + [0.0] * len(keys)))
-        self._reading_bytes += request.fetch_bytes
+        self._reading.append(request)
         request.fetch = self.stack.fetch(
             sorted(keys, key=lambda key: -heat[key]),  # hot blocks first, states last
-            timeout_s=FETCH_SECONDS + FETCH_SECONDS_PER_BYTE * self._reading_bytes,
+            timeout_s=FETCH_SECONDS + FETCH_SECONDS_PER_BYTE * (reading + request.fetch_bytes),
         )
         request.fetch_state = "pending"
         self.counts["fetches"] += 1
@@ -174,6 +177,7 @@ class TierStore:
         """Take what has been read, and return how many reads ended. One is done where it is done on every rank, and failed
         where it failed on one."""
         self._forget_lost()
+        requests = list(requests)
         pending = [r for r in requests if r.fetch_state == "pending"]
         done = self.agreement.least([int(r.fetch.done()) for r in pending])
         ready = [request for request, is_done in zip(pending, done) if is_done]
@@ -191,8 +195,23 @@ class TierStore:
                 request.missed_positions.update(self._positions(request))
             if severity:
                 self._give_up(request)
-        self._reading_bytes = sum(r.fetch_bytes for r in pending if r.fetch_state == "pending")
+        self._reading = [r for r in requests if r.fetch_state in ("pending", "ready")]
+        self._make_room()
         return sum(done)
+
+    def _reading_bytes(self) -> int:
+        return sum(r.fetch_bytes for r in self._reading if r.fetch_state in ("pending", "ready"))
+
+    def _make_room(self) -> None:
+        """Whoever was refused takes the room of those after it whose reads are done: they might wait for it."""
+        refused, self._refused = sorted(self._refused, key=_turn), []
+        for request in refused:
+            behind = [r for r in self._reading if r.fetch_state == "ready" and _turn(r) > _turn(request)]
+            for other in sorted(behind, key=_turn, reverse=True):
+                if request.fetch_state == "absent":
+                    self.cancel(other)
+                    other.reuse_version = -1
+                    self.prefetch(request)
 
     def pause(self, requests: Iterable[Request]) -> None:
         """For a step with nothing to run: where a read is under way, wait a little for news of it."""
@@ -271,6 +290,9 @@ class TierStore:
         deadline = time.monotonic() + timeout
         if self.stack.shared_index is not None:
             self._tier_index, self._wait_until = self.stack.shared_index, deadline
+            *nearer, shared = self.stack.tiers[: self.stack.shared_index + 1]
+            if not all(may_hold(shared, tier.codec) for tier in nearer):  # what lies there ends with it
+                self.known.clear()
             for entry in entries:
                 self.save(entry)
                 if time.monotonic() >= deadline:
@@ -279,6 +301,10 @@ class TierStore:
 
     def stats(self) -> dict[str, Any]:
         return {**self.counts, "by_tier": self.stack.stats()}
+
+
+def _turn(request: Request) -> tuple[int, int]:
+    return -request.priority, request.rid
 
 
 def _key_in(node: Node, position: int) -> bytes:

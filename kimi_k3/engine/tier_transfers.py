@@ -23,6 +23,7 @@ from kimi_k3.engine.tiers import HostTier, Tier
 from kimi_k3.preflight import available_memory
 
 READ_THREADS = 2
+FETCH_SECONDS = 10.0  # a read that takes longer is given up; where no thread comes back from one, the tier hangs
 GRACE_S = 1.0  # that threads get to end in, all together
 ASK_SECONDS = 0.25  # a far tier that has not said by then whether it has something has not
 logger = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ class Fetch:
     """
 
     def __init__(
-        self, stack: TierStack, keys: Sequence[str], get: Callable[[str], tuple[Any, str]], timeout_s: float
+        self, stack: TierStack, keys: Sequence[str], get: Callable[[_Read, bool], tuple[Any, str]], timeout_s: float
     ) -> None:
         self._stack, self._get, self._deadline = stack, get, time.monotonic() + timeout_s
         self._open = dict.fromkeys(keys)  # without an outcome
@@ -64,13 +65,14 @@ class Fetch:
             self._stack._counts[f"failed_{reason}"] += 1
         self._stack._changed.notify_all()
 
-    def _run(self, key: str) -> None:
-        """In a thread: get one key, unless that is no longer wanted."""
+    def _run(self, read: _Read, is_near: bool) -> None:
+        """In a thread: get one key, unless that is no longer wanted; is_near: not from what may hang."""
+        key = read.key
         if self.done() or key not in self._open:
             return
         start = time.monotonic()
         try:
-            result, reason = self._get(key)
+            result, reason = self._get(read, is_near)
         except Exception:
             logger.exception("tiers: could not read %s", key)
             result, reason = None, "io"
@@ -78,12 +80,22 @@ class Fetch:
             self._stack._counts["read_us"] += int((time.monotonic() - start) * 1e6)
             if self.done() or key not in self._open:  # cancelled or too late
                 return
-            if reason:
-                self._fail(reason, key)
+            if reason and is_near and self._stack._may_read_on():
+                self._stack._reads.append(read._replace(first=self._stack.num_near, reason=reason))
+                self._stack._changed.notify_all()
+            elif reason:
+                self._fail("timeout" if is_near and self._stack._hangs() else reason, key)
             else:
                 del self._open[key]
                 self.results[key] = result
                 self._stack._changed.notify_all()
+
+
+class _Read(NamedTuple):
+    fetch: Fetch
+    key: str
+    first: int = 0  # of the tiers that are left to look into
+    reason: str = "absent"  # why it was not got from those before
 
 
 class _Write(NamedTuple):
@@ -125,57 +137,66 @@ class TierStack:
         self.tiers, self.max_pending_bytes = tuple(tiers), max_pending_bytes
         self.has_far = any(tier.is_far for tier in self.tiers)
         self.shared_index = next((i for i, tier in enumerate(self.tiers) if tier.is_shared), None)
+        self.num_near = len(self.tiers) if self.shared_index is None else self.shared_index  # of those that cannot hang
         self.lost: deque[str] = deque()
         self._changed = threading.Condition(threading.RLock())  # guards all below; no tier is called with it held
         self._counts: Counter[str] = Counter()
-        self._reads: deque[tuple[Fetch, str]] = deque()
+        # All reads begin in the first queue, which one thread serves from the near tiers alone; what is not there goes on
+        # to the second. So a tier that hangs delays nothing that lies in memory.
+        self._near_reads: deque[_Read] = deque()
+        self._reads: deque[_Read] = deque()
+        self._reading_since: dict[int, float] = {}  # thread -> start of the read that it is in
         self._writes: OrderedDict[tuple[str, int], _Write] = OrderedDict()  # (key, tier) ->; the first is being written
         self._pending_bytes = 0
         self._is_closed = False
         for index, tier in enumerate(self.tiers):
             try:
-                tier.take(partial(self._demote, index=index))
+                tier.take(partial(self._make_way, index=index))
             except ValueError:
                 for earlier in self.tiers[:index]:
                     earlier.on_evict = None
                 raise
-        self._threads = [
-            threading.Thread(target=loop, name=f"kimi_k3-tiers{loop.__name__}-{number}", daemon=True)
-            for number, loop in enumerate([self._write_loop] + [self._read_loop] * READ_THREADS)
+        self._threads = [threading.Thread(target=self._write_loop, name="kimi_k3-tiers_write_loop", daemon=True)]
+        self._threads += [
+            threading.Thread(target=self._read_loop, args=(number,), name="kimi_k3-tiers_read_loop", daemon=True)
+            for number in range(READ_THREADS + 1)
         ]
         for thread in self._threads:
             thread.start()
 
     def find(self, keys: Sequence[str]) -> int | None:
-        """The place in `keys` of the first that a near tier has, or that any tier is about to have; None if there is none."""
+        """The place in `keys` of the first that a near tier has, or that any tier is about to have; None if there is none.
+
+        While every read has been stuck for FETCH_SECONDS, shared tiers are taken to have nothing.
+        """
         return self._first(keys, is_far=False)[0]
 
     def ask(self, keys: Sequence[str], timeout_s: float = ASK_SECONDS) -> Fetch:
         """`find` in far tiers, ahead of all reads: results {"": what `find` would return}, or failures {"": reason}."""
-        fetch = Fetch(self, [""], lambda _: self._first(keys, is_far=True), timeout_s)
+        fetch = Fetch(self, [""], lambda *_: self._first(keys, is_far=True), timeout_s)
         return self._begin(fetch, self._reads.extendleft)
 
     def fetch(self, keys: Sequence[str], *, timeout_s: float) -> Fetch:
         """Begin to read `keys`, in this order; after `timeout_s` what is left fails with "timeout"."""
-        fetch = Fetch(self, keys, lambda key: self._read(key, fetch.sources), timeout_s)
-        return self._begin(fetch, self._reads.extend)
+        fetch = Fetch(self, keys, self._read, timeout_s)
+        return self._begin(fetch, self._near_reads.extend)
 
-    def _begin(self, fetch: Fetch, queue: Callable[[list[tuple[Fetch, str]]], None]) -> Fetch:
+    def _begin(self, fetch: Fetch, queue: Callable[[list[_Read]], None]) -> Fetch:
         with self._changed:
             if self._is_closed:
                 fetch._fail("cancelled", *fetch._open)
-            queue([(fetch, key) for key in fetch._open])
+            queue([_Read(fetch, key) for key in fetch._open])
             self._changed.notify_all()
         return fetch
 
     def _first(self, keys: Sequence[str], is_far: bool) -> tuple[int | None, str]:
         """The place in `keys` of the first that is there, and the reason if some tier could not be asked."""
-        found, reason = len(keys), ""
+        found, reason, hangs = len(keys), "", self._hangs()
         for index, tier in enumerate(self.tiers):
             with self._changed:
                 found = next((place for place in range(found) if (keys[place], index) in self._writes), found)
             try:
-                if tier.is_far == is_far:
+                if tier.is_far == is_far and not (tier.is_shared and hangs):
                     found = [*tier.contains_each(keys[:found]), True].index(True)
             except TierError as error:
                 reason = error.reason
@@ -224,9 +245,10 @@ class TierStack:
             self.flush(max(deadline - time.monotonic(), 0.0))
         with self._changed:
             self._is_closed = True
-            for fetch, _ in self._reads:
-                fetch._fail("cancelled", *fetch._open)
-            self._reads.clear()
+            for reads in (self._near_reads, self._reads):
+                for read in reads:
+                    read.fetch._fail("cancelled", *read.fetch._open)
+                reads.clear()
             dropped = list(self._writes)[1:]
             self._counts["dropped"] += len(dropped)
             for place in dropped:
@@ -263,16 +285,25 @@ class TierStack:
             self._changed.notify_all()
             return True
 
-    def _demote(self, key: str, index: int, wait_s: float = 0.0) -> None:
-        """What tier `index` evicts goes to the next one, unless that would pass a lossy entry off as another."""
+    def _make_way(self, key: str, index: int) -> None:
+        """Tier `index` evicts an entry: it goes to the next one, lies below already, or is lost."""
+        if self._demote(key, index):
+            return
+        for lower in self.tiers[index + 1 :]:
+            with suppress(TierError):  # counted by the tier
+                if lower.contains(key):
+                    return
+        self.lost.append(key)
+
+    def _demote(self, key: str, index: int, wait_s: float = 0.0) -> bool:
+        """Queue an entry of tier `index` for the next one, unless that would pass a lossy entry off as another."""
         tier, is_queued = self.tiers[index], False
         with suppress(TierError):  # counted by the tier
-            payload = tier.read(key) if any(_may_hold(lower, tier.codec) for lower in self.tiers[index + 1 :]) else None
+            payload = tier.read(key) if any(may_hold(lower, tier.codec) for lower in self.tiers[index + 1 :]) else None
             if payload:
                 is_queued = self._enqueue(key, index + 1, _Write(payload, codec=tier.codec), "dropped", wait_s)
         self._count("demoted", is_queued)
-        if not is_queued:
-            self.lost.append(key)
+        return is_queued
 
     def _write_loop(self) -> None:
         while True:
@@ -300,25 +331,44 @@ class TierStack:
         payload = write.whole()
         for tier in self.tiers[index:]:
             with suppress(TierError):  # counted by the tier
-                if _may_hold(tier, write.codec) and tier.put(key, payload):
+                if may_hold(tier, write.codec) and tier.put(key, payload):
                     return True
         return False
 
-    def _read_loop(self) -> None:
+    def _hangs(self) -> bool:
+        """Whether all threads that read from every tier have been in one read each for FETCH_SECONDS."""
+        with self._changed:
+            since = self._reading_since.values()
+            return len(since) == READ_THREADS and max(since) < time.monotonic() - FETCH_SECONDS
+
+    def _may_read_on(self) -> bool:
+        """Whether what is not near may be looked for in the other tiers."""
+        return self.num_near < len(self.tiers) and not self._is_closed and not self._hangs()
+
+    def _read_loop(self, number: int) -> None:
+        """Number 0 serves the first queue alone, the others the second one before it."""
+        queues = (self._reads, self._near_reads) if number else (self._near_reads,)
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._reads or self._is_closed)
-                if not self._reads:
+                self._changed.wait_for(lambda: any(queues) or self._is_closed)
+                queue = next(filter(None, queues), None)
+                if queue is None:
                     return
-                fetch, key = self._reads.popleft()
-            fetch._run(key)
+                read = queue.popleft()
+                if number:
+                    self._reading_since[number] = time.monotonic()
+            read.fetch._run(read, is_near=not number)
+            with self._changed:
+                self._reading_since.pop(number, None)
 
-    def _read(self, key: str, sources: dict[str, str]) -> tuple[Payload | None, str]:
-        """(payload, reason if there is none): of each tier first what waits to be written there."""
-        reason = "absent"
-        for index, tier in enumerate(self.tiers):
+    def _read(self, read: _Read, is_near: bool) -> tuple[Payload | None, str]:
+        """(payload, reason if there is none): of each tier first what waits to be written there, which is in memory."""
+        key, reason, sources = read.key, read.reason, read.fetch.sources
+        for index, tier in enumerate(self.tiers[read.first :], read.first):
             with self._changed:
                 write = self._writes.get((key, index))
+            if is_near and not write and index >= self.num_near:
+                continue
             try:
                 payload = write.whole() if write else tier.get(key)
             except TierError as error:
@@ -326,7 +376,7 @@ class TierStack:
                 continue
             if payload is None:
                 continue
-            is_better_near = index > 0 and not write and _may_hold(self.tiers[0], tier.codec)
+            is_better_near = index > 0 and not write and may_hold(self.tiers[0], tier.codec)
             is_promoted = is_better_near and self._enqueue(key, 0, _Write(payload, codec=tier.codec), "dropped")
             self._count("promoted", is_promoted)
             self._count("fetched_bytes", payload_bytes(payload))
@@ -335,6 +385,6 @@ class TierStack:
         return None, reason
 
 
-def _may_hold(tier: Tier, codec: LossyCodec) -> bool:
+def may_hold(tier: Tier, codec: LossyCodec) -> bool:
     """Whether bytes that went through `codec` may lie in `tier` under its keys."""
     return codec in (EXACT, tier.codec)

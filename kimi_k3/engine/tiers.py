@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from kimi_k3.engine.tier_format import (
+    FORMS,
     KEY,
     LossyCodec,
     Payload,
@@ -167,7 +168,8 @@ class LocalTier(Tier):
 
     def __init__(self, limit: int, latents: Precision, snapshots: Precision) -> None:
         super().__init__(limit, latents, snapshots)
-        self._held: OrderedDict[str, tuple[int, Any]] = OrderedDict()  # key -> bytes, content; the next to go first
+        # Key -> bytes, content; the next to go first. What is no key counts, and goes, but is nobody's to be told of.
+        self._held: OrderedDict[str, tuple[int, Any]] = OrderedDict()
         self._bytes = 0
 
     def _make_room(self, num_bytes: int) -> bool:
@@ -180,7 +182,7 @@ class LocalTier(Tier):
                 if self._bytes + num_bytes <= self._limit:
                     return True
                 key = next(iter(self._held))
-            if self.on_evict:
+            if self.on_evict and KEY.fullmatch(key):
                 self.on_evict(key)
             try:
                 self._delete(key)
@@ -215,7 +217,8 @@ class HostTier(LocalTier):
 
     `put` copies; `get` returns views of the stored bytes, which stay valid after eviction and must not be written: an
     in-place torch operation on them is noticed at the next `get` and makes the entry "damaged". Pinned buffers count
-    with the power of two that PyTorch's pinned allocator takes for them. It belongs to one generator at a time and ends
+    with the power of two that PyTorch's pinned allocator takes for them. latents: "exact" or "fp8"; snapshots: "exact",
+    "bf16" or "fp8": how entries are kept, see LossyCodec. It belongs to one generator at a time and ends
     with it: `close` deletes the entries, and a closed one is refused.
     """
 
@@ -271,7 +274,8 @@ class DiskTier(LocalTier):
     """Least recently used entries within `bytes` of a folder, one safetensors file each; survives restarts.
 
     The object belongs to one generator at a time and is closed with it; each other gets a DiskTier of its own, over the
-    same folder if so wished.
+    same folder if so wished. latents and snapshots: as HostTier's. Entries of other codecs and of older formats count
+    as well: they are never read, and leave when they are the least recently used.
 
     An entry is written under a temporary name and renamed, so that a process killed at any moment leaves whole entries
     only. The temporary file is locked while it is written: one that nobody locks is a dead writer's and is removed by the
@@ -290,11 +294,14 @@ class DiskTier(LocalTier):
         super().__init__(bytes, latents, snapshots)
         if not isinstance(folder, (str, os.PathLike)):
             raise ValueError(f"DiskTier: want folder a path, got {folder!r}")
-        self._folder = Path(folder) / self.codec.format  # another form's files are never met
+        self._root = Path(folder)
+        self._folder = self._root / self.codec.format  # another form's files are never read
         self._scan()
+        self._make_room(0)
 
     def _path(self, key: str) -> Path:
-        return self._folder / key[:2] / f"{key}.safetensors"
+        """Of an entry, or of a file of another form, which is held under its path within the folder."""
+        return self._root / key if "/" in key else self._folder / key[:2] / f"{key}.safetensors"
 
     def _put(self, key: str, payload: Payload) -> bool:
         path = self._path(key)
@@ -348,15 +355,18 @@ class DiskTier(LocalTier):
             os.utime(self._path(key), ns=(time.time_ns(),) * 2)
 
     def _scan(self) -> None:
-        """Count what the folder holds, whoever wrote it, and remove the temporary files of dead writers."""
+        """Count what the folder holds, whoever wrote it in whatever form, and remove the temporary files of dead writers."""
         found, start = [], time.monotonic()
         self._folder.mkdir(parents=True, exist_ok=True)
-        for file in (file for shard in os.scandir(self._folder) if shard.is_dir() for file in os.scandir(shard)):
+        forms = [form for form in os.scandir(self._root) if FORMS.fullmatch(form.name) and form.is_dir()]
+        shards = [(form.name, shard) for form in forms for shard in os.scandir(form) if shard.is_dir()]
+        for form, file in ((form, file) for form, shard in shards for file in os.scandir(shard)):
             key, _, kind = file.name.rpartition(".")
             with suppress(OSError):  # renamed or evicted meanwhile, or another user's
                 if kind == "safetensors" and KEY.fullmatch(key) and file.is_file(follow_symlinks=False):
                     status = file.stat()
-                    found.append((status.st_mtime_ns, status.st_size, key))
+                    name = key if form == self.codec.format else os.path.relpath(file.path, self._root)
+                    found.append((status.st_mtime_ns, status.st_size, name))
                 elif kind == "tmp":
                     _remove_leftover(file.path)
         with self._lock:
@@ -390,6 +400,7 @@ class RemoteTier(Tier):
         url: redis://host:port/db, rediss:// (TLS), valkey://, valkeys:// or unix://path.
         timeout_s: of connecting and of every read or write on the socket.
         pause_s: after a failure every call fails at once for so long, so that a dead server delays nobody.
+        latents, snapshots: as HostTier's.
     Raises: ValueError for other arguments, ImportError without the client, TierError if no server answers.
     """
 

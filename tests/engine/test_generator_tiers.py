@@ -136,6 +136,47 @@ def test_a_stored_state_that_is_not_finite_is_a_miss(demo):
         assert gen.generate([[*prompt, 5]], SamplingParams(max_new_tokens=2))[0].token_ids == result.token_ids
 
 
+def test_what_went_on_from_rounded_states_never_serves_exact_tiers(demo, tmp_path):
+    """Fault 7.2: above the exact folder lies a lossy host, and what follows a hit there is exact in nothing but its form."""
+    prompt, options = prompt_of(200, 1), SMALL | {"batch_invariant": False}
+    lossy = {"latents": "fp8", "snapshots": "fp8"}
+    roots = []
+    for host, reused in ((lossy, 0), ({}, 0), (lossy, 200), ({}, 200)):
+        tiers = (HostTier(1 << 26, **host), DiskTier(tmp_path, 1 << 28))
+        with KimiK3Generator(demo, tiers=tiers if reused else tiers[::-1], **options) as gen:
+            roots.append(gen._root)
+            (result,) = gen.generate([[*prompt, 5]], SamplingParams(max_new_tokens=2))
+            assert result.reused_tokens == reused
+            if not reused:
+                gen.generate([prompt], SamplingParams(max_new_tokens=2))
+    assert roots[:2] == roots[2:]
+    with KimiK3Generator(demo, tiers=(HostTier(1 << 26),), **options) as gen:
+        gen._weights = ""
+        alone = gen._root_key(False)
+    with KimiK3Generator(demo, **options) as gen:
+        gen._weights = ""
+        assert gen._root_key(False) == alone
+
+
+def test_at_the_end_states_find_their_blocks_though_a_lossy_host_has_those(demo, tmp_path):
+    def tiers():
+        return HostTier(1 << 28, latents="fp8"), DiskTier(tmp_path, 1 << 28)
+
+    prompts, params = [prompt_of(300, seed) for seed in range(2)], SamplingParams(max_new_tokens=1)
+    options = SMALL | {"batch_invariant": False, "num_blocks": 60}
+    with KimiK3Generator(demo, tiers=tiers(), **options) as gen:
+        for prompt in prompts:
+            gen.generate([prompt], params)
+            gen.tiers.stack.flush()
+            states = sorted(gen.index.entries(), key=lambda entry: entry.snapshot.position)
+            gen.index.drop(states[0].snapshot)  # to the host, and the first block with it, which other states need
+        (root,) = gen.index._roots
+        kept = [gen.index.match(root, [*prompt, 7]).position for prompt in prompts]
+        assert len(gen.tiers.known) and kept == [300, 300]
+    with KimiK3Generator(demo, tiers=tiers(), **options) as gen:
+        assert [gen.generate([[*prompt, 7]], params)[0].reused_tokens for prompt in prompts] == kept
+
+
 @pytest.mark.parametrize("difference", ["weights", "dtype", "activations", "block_size", "mode", "image"])
 def test_a_folder_that_describes_something_else_is_a_miss(demo, smooth, tmp_path, difference):
     """Fault 7.2: two runs over one folder that differ in one thing."""
@@ -606,6 +647,30 @@ def test_a_preempted_requests_blocks_are_hashed_once(demo, monkeypatch):
         assert len(gen.result(rid).token_ids) == 300
 
 
+@pytest.mark.parametrize("scheduler", ["dependency_aware", "fcfs"])
+def test_what_was_read_and_waits_for_a_seat_counts_as_read(demo, scheduler):
+    """One seat, taken; states of some who wait are read ahead within the bound, and an urgent late one is served too."""
+    options = SMALL | {"max_num_seqs": 1, "num_blocks": 60, "scheduler": scheduler}
+    with KimiK3Generator(demo, tiers=(HostTier(1 << 28),), **options) as gen:
+        prompts = [prompt_of(250, seed) for seed in range(5)]
+        gen.generate(prompts, SamplingParams(max_new_tokens=1))
+        gen.index.clear()
+        gen.tiers.stack.flush()
+        gen.tiers.max_reading_bytes = 1
+        gen.add(prompt_of(20, 77), SamplingParams(max_new_tokens=60, ignore_eos=True))
+        gen.step()
+        params = SamplingParams(max_new_tokens=2)
+        rids = [gen.add([*prompt, 4], params) for prompt in prompts[:4]]
+        most = 0
+        while gen.has_unfinished() and gen.num_steps < 3000:
+            gen.step()
+            most = max(most, sum(r.fetch_state in ("pending", "ready") for r in gen._requests.values()))
+            if gen.num_steps == 40:  # comes before one whose state has been read
+                rids.append(gen.add([*prompts[4], 4], params, priority=2))
+        assert not gen.has_unfinished() and most <= 2
+        assert all(gen.result(rid).reused_tokens >= 192 for rid in rids)
+
+
 def test_reads_under_way_are_bounded(demo):
     """By bytes, though one of any size may go on; who has to wait is served afterwards."""
     with KimiK3Generator(demo, tiers=(SlowTier(1 << 28),), **SMALL) as gen:
@@ -693,3 +758,13 @@ def test_a_generator_that_could_not_be_made_ends_its_tiers_and_their_threads(dem
     with pytest.raises(ValueError, match=r"HostTier: .* closed"):  # it ended with the generator
         KimiK3Generator(demo, tiers=tiers, **SMALL)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("kimi_k3-tiers")]
+
+
+def test_heads_that_cannot_be_stored_leave_the_tiers_free(demo, monkeypatch):
+    tier, before = HostTier(1 << 28), set(threading.enumerate())
+    with monkeypatch.context() as patch:
+        patch.setattr(DevicePools, "head_slices", lambda _: (_ for _ in ()).throw(ValueError("tiers: want heads")))
+        with pytest.raises(ValueError, match="tiers: want heads"):
+            KimiK3Generator(demo, tiers=(tier,), **SMALL)
+    assert set(threading.enumerate()) == before
+    KimiK3Generator(demo, tiers=(tier,), **SMALL).close()

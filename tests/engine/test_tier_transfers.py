@@ -9,6 +9,7 @@ import pytest
 import torch
 from tier_processes import entry, key, same, stored_files
 
+from kimi_k3.engine import tier_transfers
 from kimi_k3.engine.tier_format import TierError, payload_bytes
 from kimi_k3.engine.tier_transfers import Fetch, TierStack
 from kimi_k3.engine.tiers import DiskTier, HostTier
@@ -247,6 +248,16 @@ def test_a_full_queue_drops_demotions_and_counts_them(make):
     assert list(stack.lost) == [key(number) for number in range(2, 7)]
 
 
+def test_a_dropped_demotion_of_what_lies_below_is_no_loss(make, tmp_path):
+    host, slow = HostTier(HOST_BYTES), SlowHost()
+    slow.put(key(1), entry(1))
+    stack = make(host, slow, max_pending_bytes=ENTRY_BYTES)
+    slow.gate.clear()
+    for number in range(4):
+        host.put(key(number), entry(number))
+    assert stack.stats()["transfers"]["dropped"] == 2 and list(stack.lost) == [key(2)]
+
+
 def test_what_leaves_the_last_tier_is_lost(make):
     stack = make(HostTier(2 * HOST_BYTES))
     for number in range(5):
@@ -271,11 +282,53 @@ def test_reading_ahead_hides_a_slow_tier(make):
     for number in range(8):
         slow.put(key(number), entry(number))
     stack = make(slow)
-    fetch = ask(stack, range(8))  # 8 reads of 50 ms in two threads: 200 ms
+    fetch = ask(stack, range(8))  # 8 reads of 50 ms in three threads: 150 ms
     time.sleep(0.26)  # the steps that are computed meanwhile
     start = time.monotonic()
     assert ended(fetch) and len(fetch.results) == 8
     assert stack.stats()["transfers"]["read_us"] >= 400_000 and time.monotonic() - start <= 0.2 * 0.4
+
+
+class HungDisk(DiskTier):
+    """Reads wait for `gate`."""
+
+    gate = threading.Event()
+
+    def _get(self, key):
+        self.gate.wait()
+        return super()._get(key)
+
+
+def test_a_disk_that_hangs_delays_no_read_from_the_host_and_is_not_offered(make, tmp_path, monkeypatch):
+    monkeypatch.setattr(tier_transfers, "FETCH_SECONDS", 0.2, raising=False)
+    host, disk = HostTier(1 << 20), HungDisk(tmp_path, 1 << 20)
+    for tier, number in ((disk, 1), (disk, 2), (disk, 3), (host, 4)):
+        tier.put(key(number), entry(number))
+    stack = make(host, disk)
+    disk.gate.clear()
+    try:
+        hung = ask(stack, [1, 2, 3])
+        assert same(fetched(stack, [4]).results[key(4)], entry(4)) and not hung.done()
+        assert stack.find([key(1), key(4)]) == 0
+        time.sleep(0.25)
+        assert stack.find([key(1), key(4)]) == 1 and stack.find([key(1)]) is None
+        late = ask(stack, [4, 3])
+        assert ended(late, 1) and late.failures == {key(3): "timeout"} and late.results.keys() == {key(4)}
+    finally:
+        disk.gate.set()
+    assert ended(hung, 5) and not hung.failures and stack.flush(5)
+    assert stack.find([key(1)]) == 0 and not fetched(stack, [1, 2, 3, 4]).failures
+
+
+def test_a_damaged_entry_of_the_host_is_read_from_below_or_named(make, tmp_path):
+    host, disk = HostTier(1 << 20), DiskTier(tmp_path, 1 << 20)
+    stack = make(host, disk)
+    for number in (1, 2):
+        host.put(key(number), entry(number))
+        host.read(key(number))["states"].add_(1)
+    disk.put(key(1), entry(1))
+    fetch = fetched(stack, [1, 2])
+    assert same(fetch.results[key(1)], entry(1)) and fetch.failures == {key(2): "damaged"}
 
 
 def test_a_slow_read_times_out_and_is_cancelled(make):

@@ -276,6 +276,35 @@ def test_disk_survives_a_restart_and_counts_what_is_there(tmp_path):
     assert second.stats()["bytes"] == 4 * file_bytes() and second.stats()["entries"] == 4
 
 
+def test_disk_counts_and_evicts_what_lies_there_in_another_form(tmp_path):
+    """Entries of another codec, or of an older format: the limit is the folder's, and the oldest goes first."""
+    lossy = DiskTier(tmp_path, 1 << 20, latents="fp8")
+    lossy.put(key(0), entry(0))
+    old = tmp_path / "kimi_k3-tier-0" / "ab" / f"{key(1)}.safetensors"
+    old.parent.mkdir(parents=True)
+    old.write_bytes(bytes(file_bytes()))
+    other = tmp_path / "other" / "ab" / f"{key(1)}.safetensors"
+    other.parent.mkdir(parents=True)
+    other.write_bytes(bytes(file_bytes()))
+    os.utime(old, ns=(1, 1))
+    tier, leaving = DiskTier(tmp_path, 4 * file_bytes()), []
+    tier.on_evict = leaving.append
+    assert tier.stats()["entries"] == 2
+    for number, left in ((2, [True] * 2), (3, [True] * 2), (4, [False, True]), (5, [False] * 2), (6, [False] * 2)):
+        assert tier.put(key(number), entry(number))
+        assert [old.exists(), lossy.contains(key(0))] == left
+    assert leaving == [key(2)] and tier.stats()["bytes"] == 4 * file_bytes() and other.exists()
+
+
+def test_disk_that_is_opened_with_fewer_bytes_makes_room_at_once(tmp_path):
+    tier = DiskTier(tmp_path, 1 << 20)
+    for number in range(8):
+        tier.put(key(number), entry(number))
+    tier = DiskTier(tmp_path, 3 * file_bytes())
+    assert [path.stem for path in stored_files(tmp_path)] == sorted(key(number) for number in (5, 6, 7))
+    assert (tier.stats()["entries"], tier.stats()["bytes"]) == (3, 3 * file_bytes())
+
+
 def test_disk_sees_what_another_process_stored_and_evicted(tmp_path):
     one, two = DiskTier(tmp_path, 8 * file_bytes()), DiskTier(tmp_path, 8 * file_bytes())
     one.put(key(0), entry(0))

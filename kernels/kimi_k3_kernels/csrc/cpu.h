@@ -7,10 +7,13 @@
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <initializer_list>
+#include <new>
 #include <optional>
 #include <string>
 #include <vector>
@@ -68,6 +71,23 @@ T* mutable_data(const Tensor& t) {
   return static_cast<T*>(t.mutable_data_ptr());
 }
 
+// Scratch on a cache line's boundary: where malloc puts it, every second vector load would cross two lines.
+template <class T>
+struct LineAllocator {
+  using value_type = T;
+  LineAllocator() = default;
+  template <class U>
+  LineAllocator(const LineAllocator<U>&) {}
+  T* allocate(size_t count) { return static_cast<T*>(::operator new(count * sizeof(T), std::align_val_t{64})); }
+  void deallocate(T* p, size_t) { ::operator delete(p, std::align_val_t{64}); }
+  template <class U>
+  bool operator==(const LineAllocator<U>&) const { return true; }
+  template <class U>
+  bool operator!=(const LineAllocator<U>&) const { return false; }
+};
+template <class T>
+using LineVector = std::vector<T, LineAllocator<T>>;
+
 inline bool is_contiguous(const Tensor& t) {
   int64_t expected = 1;
   for (int64_t dim = t.dim() - 1; dim >= 0; --dim) {
@@ -113,6 +133,24 @@ inline void check_sizes(const char* op, const char* name, const Tensor& t, std::
 template <class F>
 void parallel(int64_t count, int64_t grain, const F& f) {
   if (count > 0) torch::stable::parallel_for(0, count, grain, f);
+}
+
+// The same in shares that a thread takes as it comes free, ever smaller ones of at least `least`: cores are not equally
+// fast where others use them too. What f computes must not depend on the shares.
+template <class F>
+void parallel_balanced(int64_t count, int64_t least, const F& f) {
+  const int64_t threads = std::min<int64_t>(torch::stable::get_num_threads(), (count + least - 1) / least);
+  if (threads <= 1) return parallel(count, count, f);
+  std::atomic<int64_t> taken{0};
+  parallel(threads, 1, [&](int64_t, int64_t) {
+    for (int64_t begin = taken.load();;) {
+      if (begin >= count) return;
+      const int64_t end = std::min(count, begin + std::max(least, (count - begin) / (2 * threads)));
+      if (!taken.compare_exchange_weak(begin, end)) continue;
+      f(begin, end);
+      begin = taken.load();
+    }
+  });
 }
 
 // Call the plain PyTorch definition `kimi_k3::<name>.reference`: for dtypes that have no kernel here (float64).

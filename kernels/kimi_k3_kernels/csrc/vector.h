@@ -51,12 +51,28 @@ KIMI_K3_INLINE void store_some(T* p, Vec x, int64_t count) {
   for (int64_t i = 0; i < count; ++i) store(p + i, lanes[i]);
 }
 
-KIMI_K3_INLINE float sum_lanes(Vec x) {
+// sum + a * b, rounded once where the machine can.
+KIMI_K3_INLINE Vec multiply_add(Vec a, Vec b, Vec sum) {
+#if KIMI_K3_LANES == 8  // a sum stays in its register: g++ 12 moves sums about until some do not fit
+  asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
+  return sum;
+#else
+  return sum + a * b;
+#endif
+}
+
+KIMI_K3_INLINE float sum_lanes(Vec x) {  // halves onto halves, in registers
+#if KIMI_K3_LANES == 8
+  __m128 sum = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  sum = _mm_add_ps(sum, _mm_movehl_ps(sum, sum));
+  return _mm_cvtss_f32(_mm_add_ss(sum, _mm_movehdup_ps(sum)));
+#else
   float lanes[kLanes];
   store_vec(lanes, x);
   for (int half = kLanes / 2; half > 0; half /= 2)
     for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
   return lanes[0];
+#endif
 }
 
 // To 2 units in the last place: 2^n times a polynomial on [-ln2 / 2, ln2 / 2]. 0 far below -87, and bounded by exp(88).

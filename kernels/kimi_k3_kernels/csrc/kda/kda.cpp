@@ -100,7 +100,8 @@ Tensor kda_step(Tensor q, Tensor k, Tensor v, Tensor log_decay, Tensor beta, Ten
     KdaInputs<T> in(q, k, v, log_decay, beta);
     T* o = mutable_data<T>(out);
     const int64_t grain = 1 + (1 << 14) / (1 + key_dim * value_dim);
-    parallel(q.size(0) * heads, grain, [&](int64_t begin, int64_t end) { KIMI_K3_ACTIVE(step_heads<T>)(in, plan, begin, end, o); });
+    parallel_balanced(q.size(0) * heads, grain,
+                      [&](int64_t begin, int64_t end) { KIMI_K3_ACTIVE(step_heads<T>)(in, plan, begin, end, o); });
   });
   return out;
 }
@@ -114,7 +115,7 @@ Tensor run_sequences(Form form, const Tensor& q, const Tensor& k, const Tensor& 
     using T = decltype(zero);
     KdaInputs<T> in(q, k, v, log_decay, beta);
     T* o = mutable_data<T>(out);
-    parallel(in.heads * plan.num_sequences, 1, [&](int64_t begin, int64_t end) {
+    parallel_balanced(in.heads * plan.num_sequences, 1, [&](int64_t begin, int64_t end) {
       if (form == Form::chunk)
         KIMI_K3_ACTIVE(chunk_heads<T>)(in, plan, begin, end, o);
       else

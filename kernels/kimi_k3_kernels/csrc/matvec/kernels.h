@@ -17,88 +17,117 @@ KIMI_K3_INLINE void load_pair(const float* w, Vec& first, Vec& second) {
   first = load_vec(w), second = load_vec(w + kLanes);
 }
 
-// One row of x as floats, zeros up to whole pairs, in the order of `load_pair` for weights of type W.
+// One row of x as floats, zeros up to whole pairs, in the order of `load_pair` for weights of type W: a vector every
+// `step` floats.
 template <class W, class X>
-KIMI_K3_TARGET static void spread(const X* x, int64_t k_count, float* out) {
+KIMI_K3_INLINE void spread(const X* x, int64_t k_count, int64_t step, float* out) {
+  int64_t k = 0;
+  if constexpr (sizeof(X) == sizeof(W))
+    for (; k + kPair <= k_count; k += kPair) {
+      Vec first, second;
+      load_pair(x + k, first, second);
+      store_vec(out + k / kLanes * step, first), store_vec(out + (k / kLanes + 1) * step, second);
+    }
   const int64_t padded = (k_count + kPair - 1) / kPair * kPair;
-  for (int64_t k = 0; k < padded; ++k) {
+  for (; k < padded; ++k) {
     const int64_t inside = k % kPair;
     const int64_t source = sizeof(W) == 4 ? k : k - inside + inside % kLanes * 2 + inside / kLanes;
-    out[k] = source < k_count ? load(x + source) : 0.0f;
+    out[k / kLanes * step + k % kLanes] = source < k_count ? load(x + source) : 0.0f;
   }
 }
 
-// y[m * stride + n] = x[m] . w[n] for M rows of spread x and N rows of w.
+// A group of rows, whose vectors take turns.
+template <class W, class X>
+KIMI_K3_TARGET static void spread_group(const X* x, int64_t rows, int64_t k_count, float* out) {
+  for (int64_t m = 0; m < rows; ++m) spread<W>(x + m * k_count, k_count, rows * kLanes, out + m * kLanes);
+}
+
+constexpr int64_t kPiece = 768;  // elements of a row at once: of a group of x they stay in the first cache
+constexpr int64_t kAhead = 6;    // rows of w asked for ahead: more loads than the hardware starts by itself
+
+// Adds to partial[m * N + n] what `count` elements of M rows of x and N rows of w give. Not inlined: among other code g++
+// finds no registers for the sums.
 template <class W, int M, int N>
-KIMI_K3_INLINE void tile(const float* x, int64_t padded, const W* w, int64_t k_count, float* y, int64_t stride) {
+KIMI_K3_TARGET __attribute__((noinline)) static void tile(const float* x, const W* w, int64_t k_count, int64_t count,
+                                                          Vec* partial) {
   Vec sums[M][N];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int m = 0; m < M; ++m)
 #pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) sums[m][n] = Vec{};
+    for (int n = 0; n < N; ++n) sums[m][n] = partial[m * N + n];
   int64_t k = 0;
-  for (; k + kPair <= k_count; k += kPair) {
-    const W* from = w + k;
+  for (; k + kPair <= count; k += kPair, w += kPair, x += 2 * M * kLanes) {
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
-      Vec rows[M];
-#pragma GCC unroll 4
-      for (int m = 0; m < M; ++m) rows[m] = load_vec(x + m * padded + k + half * kLanes);
+      Vec weights[N];
 #pragma GCC unroll 4
       for (int n = 0; n < N; ++n) {
-        if (half == 0) __builtin_prefetch(from + (N + n) * k_count);  // the next rows: more loads than the hardware starts
+        if (half == 0) __builtin_prefetch(w + (kAhead + n) * k_count);
         Vec halves[2];
-        load_pair(from + n * k_count, halves[0], halves[1]);
-#pragma GCC unroll 4
-        for (int m = 0; m < M; ++m) sums[m][n] += halves[half] * rows[m];
+        load_pair(w + n * k_count, halves[0], halves[1]);
+        weights[n] = halves[half];
       }
-      asm volatile("" : "+r"(from));  // the second half reads w again: kept in registers, it pushes the sums out
-    }
-  }
-  if (k < k_count) {
-    for (int n = 0; n < N; ++n) {
-      W rest[kPair] = {};
-      std::copy_n(w + n * k_count + k, k_count - k, rest);
-      Vec first, second;
-      load_pair(rest, first, second);
+#pragma GCC unroll 8
       for (int m = 0; m < M; ++m) {
-        sums[m][n] += first * load_vec(x + m * padded + k);
-        sums[m][n] += second * load_vec(x + m * padded + k + kLanes);
+        const Vec row = load_vec(x + (half * M + m) * kLanes);
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) sums[m][n] = multiply_add(weights[n], row, sums[m][n]);
+      }
+      asm volatile("" : "+r"(w));  // the second half reads w again: kept in registers, it pushes the sums out
+    }
+  }
+  if (k < count) {
+    W rest[N][kPair] = {};
+    for (int n = 0; n < N; ++n) std::copy_n(w + n * k_count, count - k, rest[n]);
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) {
+      Vec first, second;
+      load_pair(rest[n], first, second);
+#pragma GCC unroll 8
+      for (int m = 0; m < M; ++m) {
+        sums[m][n] = multiply_add(first, load_vec(x + m * kLanes), sums[m][n]);
+        sums[m][n] = multiply_add(second, load_vec(x + (M + m) * kLanes), sums[m][n]);
       }
     }
   }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int m = 0; m < M; ++m)
 #pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) y[m * stride + n] = sum_lanes(sums[m][n]);
+    for (int n = 0; n < N; ++n) partial[m * N + n] = sums[m][n];
 }
 
-// Three rows of x and as many of w as fill the registers: with three, nine sums and their operands take sixteen of them.
-constexpr int64_t kTileRows = kLanes == 8 ? 3 : 4;
-
-template <class W, int N>
-KIMI_K3_INLINE void columns(const float* x, int64_t m_count, int64_t padded, const W* w, int64_t k_count, float* y,
-                            int64_t stride) {
-  switch (m_count) {
-    case 1: return tile<W, 1, N>(x, padded, w, k_count, y, stride);
-    case 2: return tile<W, 2, N>(x, padded, w, k_count, y, stride);
-    case 3: return tile<W, 3, N>(x, padded, w, k_count, y, stride);
+// y[m * stride + n] = x[m] . w[n] for a group of M rows and at most kOutputs rows of w, N at once.
+template <class W, int M, int N>
+KIMI_K3_INLINE void multiply_group(const float* x, const W* w, int64_t n_count, int64_t k_count, float* y, int64_t stride) {
+  // With few rows memory sets the pace, and it is read faster in long pieces.
+  const int64_t piece = M < 4 ? k_count : M == 4 ? 2 * kPiece : kPiece, whole = n_count / N * N;
+  alignas(64) Vec partial[kOutputs * M];
+  std::fill_n(partial, n_count * M, Vec{});
+  for (int64_t k = 0; k < k_count; k += piece) {
+    const int64_t count = std::min(piece, k_count - k);
+    int64_t n = 0;
+    for (; n < whole; n += N) tile<W, M, N>(x + k * M, w + n * k_count + k, k_count, count, partial + n * M);
+    for (; n < n_count; ++n) tile<W, M, 1>(x + k * M, w + n * k_count + k, k_count, count, partial + n * M);
+  }
+  for (int64_t n = 0; n < n_count; ++n) {
+    const int64_t columns = n < whole ? N : 1, first = n / columns * columns;
+    for (int64_t m = 0; m < M; ++m) y[m * stride + n] = sum_lanes(partial[first * M + m * columns + n - first]);
   }
 }
 
-// All rows of x times `n_count` rows of w, which stay in cache from one group of rows of x to the next.
+// All rows of x, in groups, times `n_count` rows of w, which stay in cache from one group to the next.
 template <class W>
 KIMI_K3_TARGET static void multiply(const float* x, int64_t m_count, int64_t padded, const W* w, int64_t n_count,
                                     int64_t k_count, float* y, int64_t stride) {
-  for (int64_t m = 0, rows; m < m_count; m += rows) {
-    rows = m_count - m == 4 ? 2 : std::min<int64_t>(3, m_count - m);  // one row alone leaves half of the adders idle
-    int64_t n = 0;
-    if (rows == 3)
-      for (; n + kTileRows <= n_count && n + 4 != n_count; n += kTileRows)
-        columns<W, kTileRows>(x + m * padded, rows, padded, w + n * k_count, k_count, y + m * stride + n, stride);
-    for (; n + 4 <= n_count; n += 4)
-      columns<W, 4>(x + m * padded, rows, padded, w + n * k_count, k_count, y + m * stride + n, stride);
-    for (; n < n_count; ++n)
-      columns<W, 1>(x + m * padded, rows, padded, w + n * k_count, k_count, y + m * stride + n, stride);
+  for (int64_t m = 0, rows; m < m_count; m += rows, x += rows * padded, y += rows * stride) {
+    rows = group_rows(m_count - m);
+    switch (rows) {
+      case 1: multiply_group<W, 1, 4>(x, w, n_count, k_count, y, stride); break;
+      case 2: multiply_group<W, 2, 4>(x, w, n_count, k_count, y, stride); break;
+      case 3: multiply_group<W, 3, 3>(x, w, n_count, k_count, y, stride); break;
+      case 4: multiply_group<W, 4, 2>(x, w, n_count, k_count, y, stride); break;
+      case 5: multiply_group<W, 5, 2>(x, w, n_count, k_count, y, stride); break;
+      case 6: multiply_group<W, 6, 2>(x, w, n_count, k_count, y, stride); break;
+    }
   }
 }

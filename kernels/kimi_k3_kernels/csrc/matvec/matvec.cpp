@@ -2,6 +2,25 @@
 #include <algorithm>
 #include <limits>
 
+#include "../cpu.h"
+
+namespace kimi_k3 {
+
+namespace {
+
+constexpr int64_t kOutputs = 64;  // rows of weights in a block
+
+// Rows of x are multiplied in groups. Six beside two rows of w, or three beside three, fill sixteen registers with sums
+// and operands. This many of `left` rows are the next group:
+int64_t group_rows(int64_t left) {
+  if (left == 7 || left == 8) return 4;  // one or two rows alone would leave adders idle
+  return std::min<int64_t>(left, 6);
+}
+
+}  // namespace
+
+}  // namespace kimi_k3
+
 #define KIMI_K3_BODY "matvec/kernels.h"
 #include "../for_each_isa.h"
 
@@ -68,7 +87,7 @@ void rows512(const bfloat16* x, int64_t m_count, const bfloat16* w, int64_t k, f
 
 #endif
 
-// The rows of x as the active instruction set wants them: bfloat16 pairs as they are, else floats (`spread`).
+// The rows of x as the active instruction set wants them: bfloat16 pairs as they are, else groups of floats.
 template <class X, class W>
 struct Rows {
   Rows(const X* x, int64_t m_count, int64_t k_count) : x(x), k_count(k_count) {
@@ -77,9 +96,13 @@ struct Rows {
 #endif
     padded = (k_count + 31) / 32 * 32;
     floats.resize(m_count * padded);
-    parallel(m_count, 1 + (1 << 14) / (1 + k_count), [&](int64_t begin, int64_t end) {
-      for (int64_t m = begin; m < end; ++m)
-        KIMI_K3_ACTIVE(spread<W, X>)(x + m * k_count, k_count, &floats[m * padded]);
+    std::vector<int64_t> starts{0};  // of the groups of rows, panel by panel
+    for (int64_t m = 0; m < m_count; starts.push_back(m))
+      m += group_rows(std::min(m_count, m / kPanel * kPanel + kPanel) - m);
+    parallel(starts.size() - 1, 1 + (1 << 12) / (1 + k_count), [&](int64_t begin, int64_t end) {
+      for (int64_t group = begin; group < end; ++group)
+        KIMI_K3_ACTIVE(spread_group<W, X>)
+        (x + starts[group] * k_count, starts[group + 1] - starts[group], k_count, &floats[starts[group] * padded]);
     });
   }
   static bool has_pairs() { return sizeof(X) == 2 && active_isa() == Isa::avx512; }
@@ -100,7 +123,7 @@ struct Rows {
 
   const X* x;
   int64_t k_count, padded = 0;
-  std::vector<float> floats;
+  LineVector<float> floats;
 };
 
 template <class X, class W>
@@ -110,8 +133,8 @@ void run(const Tensor& x, const std::vector<Tensor>& weights, const std::vector<
   X* result = mutable_data<X>(out);
   // Blocks of outputs across the borders of the matrices: even shares for the threads, whatever the matrices' sizes.
   // With many rows a block stays in the second cache.
-  const int64_t block_rows = m <= kPanel ? 64 : std::max<int64_t>(8, std::min<int64_t>(64, (1 << 17) / (1 + k) / 4 * 4));
-  parallel((total + block_rows - 1) / block_rows, 1, [&](int64_t begin, int64_t end) {
+  const int64_t block_rows = m <= kPanel ? kOutputs : std::max<int64_t>(8, std::min<int64_t>(kOutputs, (1 << 17) / (1 + k) / 4 * 4));
+  parallel_balanced((total + block_rows - 1) / block_rows, 1, [&](int64_t begin, int64_t end) {
     std::vector<float> values(std::min(m, kPanel) * block_rows);
     size_t matrix = 0;
     for (int64_t block = begin; block < end; ++block) {

@@ -57,7 +57,6 @@ struct Avx2Rows {
   using Activation = T;
   static constexpr int64_t kRows = kBlockRows;
   static constexpr int64_t kBlock = 64;
-  static constexpr int64_t kDirectRows = 3;  // up to so many rows the weights are decoded in registers for each call
   static int64_t padded(int64_t k) { return (k + kBlock - 1) / kBlock * kBlock; }
   static int64_t place(int64_t k) {
     const int64_t in_block = k % kBlock, group = in_block / 32, half = in_block / 16 % 2, d = in_block / 4 % 4;
@@ -97,27 +96,42 @@ struct Avx2Rows {
       avx2::store_vec(hidden + i, avx2::situ_vec(avx2::load_vec(gate + i), avx2::load_vec(up + i), s));
   }
 
-  // Hands the block's 8 vectors, scaled, to use(index, values).
-  template <bool kWhole, class Use>
-  KIMI_K3_AVX2 static inline __attribute__((always_inline)) void decode(const uint8_t* codes, const uint8_t* scales,
+  // Hands the 8 vectors of a block of N rows, scaled, to use(row, index, values). The rows take turns, so that no sum waits
+  // for its own last addition.
+  template <bool kWhole, int N, class Use>
+  KIMI_K3_AVX2 static inline __attribute__((always_inline)) void decode(const uint8_t* codes, int64_t code_stride,
+                                                                        const uint8_t* scales, int64_t scale_stride,
                                                                         const Use& use) {
     const __m256i nibbles = _mm256_set1_epi8(15), upper = _mm256_set1_epi32(static_cast<int>(0xffff0000));
-    const auto* first = &kScaledCodes.bytes[scales[0]];
-    const auto* second = &kScaledCodes.bytes[scales[kWhole ? 1 : 0]];
-    const __m256i low_table = _mm256_loadu2_m128i(&(*second)[0], &(*first)[0]);
-    const __m256i high_table = _mm256_loadu2_m128i(&(*second)[1], &(*first)[1]);
-    const __m256i bytes = kWhole ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes))
-                                 : _mm256_zextsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
+    __m256i low_table[N], high_table[N], bytes[N];
+#pragma GCC unroll 2
+    for (int n = 0; n < N; ++n, codes += code_stride, scales += scale_stride) {
+      const auto* first = &kScaledCodes.bytes[scales[0]];
+      const auto* second = &kScaledCodes.bytes[scales[kWhole ? 1 : 0]];
+      low_table[n] = _mm256_loadu2_m128i(&(*second)[0], &(*first)[0]);
+      high_table[n] = _mm256_loadu2_m128i(&(*second)[1], &(*first)[1]);
+      bytes[n] = kWhole ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes))
+                        : _mm256_zextsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
+    }
 #pragma GCC unroll 2
     for (int nibble = 0; nibble < 2; ++nibble) {
-      const __m256i code = _mm256_and_si256(nibble ? _mm256_srli_epi16(bytes, 4) : bytes, nibbles);
-      const __m256i low = _mm256_shuffle_epi8(low_table, code), high = _mm256_shuffle_epi8(high_table, code);
+      __m256i low[N], high[N];
+#pragma GCC unroll 2
+      for (int n = 0; n < N; ++n) {
+        const __m256i code = _mm256_and_si256(nibble ? _mm256_srli_epi16(bytes[n], 4) : bytes[n], nibbles);
+        low[n] = _mm256_shuffle_epi8(low_table[n], code), high[n] = _mm256_shuffle_epi8(high_table[n], code);
+      }
 #pragma GCC unroll 2
       for (int half = 0; half < 2; ++half) {
-        const __m256i pairs = half ? _mm256_unpackhi_epi8(low, high) : _mm256_unpacklo_epi8(low, high);
+        __m256i pairs[N];
         const int index = nibble * 4 + half * 2;
-        use(index, _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)));
-        use(index + 1, _mm256_castsi256_ps(_mm256_and_si256(pairs, upper)));
+#pragma GCC unroll 2
+        for (int n = 0; n < N; ++n) {
+          pairs[n] = half ? _mm256_unpackhi_epi8(low[n], high[n]) : _mm256_unpacklo_epi8(low[n], high[n]);
+          use(n, index, _mm256_castsi256_ps(_mm256_slli_epi32(pairs[n], 16)));
+        }
+#pragma GCC unroll 2
+        for (int n = 0; n < N; ++n) use(n, index + 1, _mm256_castsi256_ps(_mm256_and_si256(pairs[n], upper)));
       }
     }
   }
@@ -126,6 +140,12 @@ struct Avx2Rows {
     __m128 half = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
     half = _mm_add_ps(half, _mm_movehl_ps(half, half));
     return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+  }
+
+  // sum + a * b. In assembly, because g++ 12 moves sums between registers until some do not fit.
+  KIMI_K3_AVX2 static inline __attribute__((always_inline)) __m256 multiply_add(__m256 a, const float* b, __m256 sum) {
+    asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "m"(*reinterpret_cast<const __m256_u*>(b)));
+    return sum;
   }
 
   // Few rows: decode in registers.
@@ -142,35 +162,47 @@ struct Avx2Rows {
     prefetch_scales(ahead, w, N);
     for (int64_t k = 0; k < whole; k += kBlock, codes += kBlock / 2, scales += kBlock / kGroup, next += kBlock / 2) {
 #pragma GCC unroll 8
-      for (int n = 0; n < N; ++n) {
+      for (int n = 0; n < N; n += 2) {
         prefetch(next + n * code_stride);
-        add_block<true, M, N>(codes + n * code_stride, scales + n * scale_stride, x, k, n, sums);
+        prefetch(next + (n + 1) * code_stride);
+        add_blocks<true, M, N>(codes + n * code_stride, code_stride, scales + n * scale_stride, scale_stride, x, k, n, sums);
       }
     }
     if (whole < w.in)
 #pragma GCC unroll 8
-      for (int n = 0; n < N; ++n)
-        add_block<false, M, N>(codes + n * code_stride, scales + n * scale_stride, x, whole, n, sums);
+      for (int n = 0; n < N; n += 2)
+        add_blocks<false, M, N>(codes + n * code_stride, code_stride, scales + n * scale_stride, scale_stride, x, whole, n, sums);
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m)
 #pragma GCC unroll 8
       for (int n = 0; n < N; ++n) out[m * kBlockRows + n] = reduce(sums[m][n]);
   }
 
+  // The blocks of rows n and n + 1.
   template <bool kWhole, int M, int N>
-  KIMI_K3_AVX2 static inline __attribute__((always_inline)) void add_block(const uint8_t* codes, const uint8_t* scales,
-                                                                           const float* const* x, int64_t k, int n,
-                                                                           __m256 (&sums)[M][N]) {
+  KIMI_K3_AVX2 static inline __attribute__((always_inline)) void add_blocks(const uint8_t* codes, int64_t code_stride,
+                                                                            const uint8_t* scales, int64_t scale_stride,
+                                                                            const float* const* x, int64_t k, int n,
+                                                                            __m256 (&sums)[M][N]) {
     const float* rows[M];
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m) {
       rows[m] = x[m] + k;
       asm volatile("" : "+r"(rows[m]));  // read them again for each n: kept in registers, they push the sums out
     }
-    decode<kWhole>(codes, scales, [&](int index, __m256 values) KIMI_K3_AVX2 __attribute__((always_inline)) {
+    const auto add = [&](int row, int index, __m256 values) KIMI_K3_AVX2 __attribute__((always_inline)) {
 #pragma GCC unroll 8
-      for (int m = 0; m < M; ++m) sums[m][n] = _mm256_fmadd_ps(values, _mm256_loadu_ps(rows[m] + index * 8), sums[m][n]);
-    });
+      for (int m = 0; m < M; ++m) sums[m][n + row] = multiply_add(values, rows[m] + index * 8, sums[m][n + row]);
+    };
+    decode<kWhole, 2>(codes, code_stride, scales, scale_stride, add);
+  }
+
+  // Four rows of w, two at once.
+  template <int M>
+  KIMI_K3_AVX2 static void direct_pairs(const PackedMatrix& w, int64_t first, const Ahead& ahead, const float* const* x,
+                                        float* out) {
+    direct<M, 2>(w, first, ahead, x, out);
+    direct<M, 2>(w, first + 2, ahead.from(2, w), x, out + 2);
   }
 
   // Many rows: from weight rows that were decoded once, [N][columns]; each lane adds in the order of `direct`.
@@ -189,7 +221,7 @@ struct Avx2Rows {
       for (int n = 0; n < N; ++n) {
         const __m256 values = _mm256_loadu_ps(w + n * columns + k);
 #pragma GCC unroll 8
-        for (int m = 0; m < M; ++m) sums[m][n] = _mm256_fmadd_ps(values, rows[m], sums[m][n]);
+        for (int m = 0; m < M; ++m) sums[m][n] = avx2::multiply_add(values, rows[m], sums[m][n]);
       }
     }
 #pragma GCC unroll 8
@@ -201,17 +233,18 @@ struct Avx2Rows {
   template <int N>
   KIMI_K3_AVX2 static void tiles(const PackedMatrix& w, int64_t first, const float* const* x, int64_t m_count, float* out) {
     const int64_t columns = padded(w.in);
-    static thread_local std::vector<float> decoded;
+    static thread_local LineVector<float> decoded;
     decoded.resize(N * columns);
     for (int n = 0; n < N; ++n) {
       const uint8_t *codes = w.code_row(first + n), *scales = w.scale_row(first + n);
       float* target = &decoded[n * columns];
-      const auto put8 = [&](int index, __m256 values) KIMI_K3_AVX2 __attribute__((always_inline)) {
+      const auto put8 = [&](int, int index, __m256 values) KIMI_K3_AVX2 __attribute__((always_inline)) {
         _mm256_storeu_ps(target + index * 8, values);
       };
       int64_t k = 0;
-      for (; k + kBlock <= w.in; k += kBlock, target += kBlock) decode<true>(codes + k / 2, scales + k / kGroup, put8);
-      if (k < w.in) decode<false>(codes + k / 2, scales + k / kGroup, put8);
+      for (; k + kBlock <= w.in; k += kBlock, target += kBlock)
+        decode<true, 1>(codes + k / 2, 0, scales + k / kGroup, 0, put8);
+      if (k < w.in) decode<false, 1>(codes + k / 2, 0, scales + k / kGroup, 0, put8);
     }
     for (int64_t m = 0, rows; m < m_count; m += rows) {
       rows = m_count - m == 4 ? 2 : std::min<int64_t>(3, m_count - m);  // one row alone leaves half of the adders idle
@@ -227,16 +260,12 @@ struct Avx2Rows {
                    float* out) {
     // Widths are multiples of 32 and blocks of 16: `count` is a multiple of 16.
     for (int64_t n = 0; n < count; n += 4) {
-      if (m == 1) {
-        direct<1, 4>(w, first + n, ahead.from(n, w), x, out + n);
-      } else if (m == 2) {
-        direct<2, 2>(w, first + n, ahead.from(n, w), x, out + n);
-        direct<2, 2>(w, first + n + 2, ahead.from(n + 2, w), x, out + n + 2);
-      } else if (m == 3) {
-        direct<3, 2>(w, first + n, ahead.from(n, w), x, out + n);
-        direct<3, 2>(w, first + n + 2, ahead.from(n + 2, w), x, out + n + 2);
-      } else {
-        tiles<4>(w, first + n, x, m, out + n);
+      switch (m) {
+        case 1: direct<1, 4>(w, first + n, ahead.from(n, w), x, out + n); break;
+        case 2: direct_pairs<2>(w, first + n, ahead.from(n, w), x, out + n); break;
+        case 3: direct_pairs<3>(w, first + n, ahead.from(n, w), x, out + n); break;
+        case 4: direct_pairs<4>(w, first + n, ahead.from(n, w), x, out + n); break;
+        default: tiles<4>(w, first + n, x, m, out + n);
       }
     }
   }

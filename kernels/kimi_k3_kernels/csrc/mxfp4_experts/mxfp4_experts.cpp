@@ -8,6 +8,8 @@ namespace {
 // Bytes of hidden activations and outputs held at once: a longer prompt runs in panels of tokens.
 constexpr int64_t kPanelBytes = int64_t(128) << 20;
 
+constexpr int64_t kShare = 4;  // blocks that a thread takes at least: the first of a share is not asked for ahead
+
 struct Stack {  // [S, out, in] in MXFP4; any stride between slots
   Stack(const Tensor& packed, const Tensor& scale)
       : packed_tensor(with_plain_slots(packed)), scale_tensor(with_plain_slots(scale)), out(packed.size(1)), in(packed.size(2) * 2) {}
@@ -80,7 +82,7 @@ void run_panel(const typename Rows::Activation* x, const Integers& ids, const fl
   Choices choices = sort_by_slot(ids, first * topk, count, slot_table, num_experts, w1.packed_tensor.size(0));
   const int64_t runs = choices.slots.size();
 
-  std::vector<Element> prepared(tokens * latent_padded);
+  LineVector<Element> prepared(tokens * latent_padded);
   parallel(tokens, 8, [&](int64_t begin, int64_t end) {
     float values[kRows];
     for (int64_t t = begin; t < end; ++t)
@@ -91,9 +93,9 @@ void run_panel(const typename Rows::Activation* x, const Integers& ids, const fl
       }
   });
 
-  std::vector<Element> hidden(count * width_padded);  // by place in `order`
+  LineVector<Element> hidden(count * width_padded);  // by place in `order`
   const int64_t width_blocks = (width + kRows - 1) / kRows;
-  parallel(runs * width_blocks, 1, [&](int64_t begin, int64_t end) {
+  parallel_balanced(runs * width_blocks, kShare, [&](int64_t begin, int64_t end) {
     std::vector<const Element*> rows;
     std::vector<float> gate, up;
     for (int64_t task = begin; task < end; ++task) {
@@ -118,7 +120,7 @@ void run_panel(const typename Rows::Activation* x, const Integers& ids, const fl
 
   std::vector<Activation> outputs(count * latent);  // by place in the flattened choices
   const int64_t latent_blocks = (latent + kRows - 1) / kRows;
-  parallel(runs * latent_blocks, 1, [&](int64_t begin, int64_t end) {
+  parallel_balanced(runs * latent_blocks, kShare, [&](int64_t begin, int64_t end) {
     std::vector<const Element*> rows;
     std::vector<float> values;
     for (int64_t task = begin; task < end; ++task) {

@@ -11,14 +11,15 @@ bandwidth; with --compile also graphs and the time of the first calls, which is 
 greedy and sampled; its tokens/s are those of the steps in which all decode, its overhead what is not the forward.
 
 Ceilings, in a child process: decode, read bandwidth (torch.sum over 1 GiB of int64, best of 10) over the bytes of the
-weights that one token reads; prefill, the bf16 GEMM rate (F.linear 1536 -> 2560 at 512 rows over 6 weights, best of 20)
-over the flops of one token, 2 for each weight that it passes (the lm_head runs for the last token only). With --json the
-last line of the output is one JSON object.
+weights that one token reads; prefill and many rows, the GEMM rate (F.linear 1536 -> 2560 at 512 rows over 6 weights, best
+of 20, in bf16 or float32, whichever is faster) over the flops of one token, 2 for each weight that it passes (in a prompt
+the lm_head runs for the last token only). With --json the last line of the output is one JSON object.
 """
 
 import argparse
 import functools
 import json
+import math
 import subprocess
 import sys
 import time
@@ -49,7 +50,7 @@ def seconds_since_start() -> float:
 
 
 def measure_ceilings(folder: Path) -> dict[str, float]:
-    """Bytes/s of a plain read and flops/s of torch's bf16 GEMM, both with all threads; seconds to read the shards."""
+    """Bytes/s of a plain read, flops/s of torch's GEMM in bf16 or float32, the faster one; seconds to read the shards."""
 
     def best(run, repeats: int) -> float:
         times: list[float] = []
@@ -62,8 +63,11 @@ def measure_ceilings(folder: Path) -> dict[str, float]:
     words = torch.ones((1 << 30) // 8, dtype=torch.int64)
     read_seconds = best(words.sum, 10)
     del words
-    x, weights = torch.randn(512, 1536).bfloat16(), [torch.randn(2560, 1536).bfloat16() for _ in range(6)]
-    gemm_seconds = best(lambda: [torch.nn.functional.linear(x, w) for w in weights], 20)
+    gemm_seconds = math.inf
+    for dtype in (torch.bfloat16, torch.float32):
+        x, weights = torch.randn(512, 1536, dtype=dtype), [torch.randn(2560, 1536, dtype=dtype) for _ in range(6)]
+        run = functools.partial(lambda x, weights: [torch.nn.functional.linear(x, w) for w in weights], x, weights)
+        gemm_seconds = min(gemm_seconds, best(run, 20))
     shards, held = sorted(folder.glob("*.safetensors")), []
 
     def read_files() -> None:
@@ -77,19 +81,21 @@ def measure_ceilings(folder: Path) -> dict[str, float]:
     }
 
 
-def weights_of_one_token(plan: Plan) -> tuple[dict[str, int], int]:
-    """Bytes that a decoded token reads, by group of GROUPS, and weights that a prompt token passes."""
+def weights_of_one_token(plan: Plan) -> tuple[dict[str, int], int, int]:
+    """Bytes that a decoded token reads, by group of GROUPS; weights that a prompt token and a decoded token pass."""
     text = plan.config.text_config
-    read_bytes, passed = {"projections": 0, "experts": 0}, 0
+    read_bytes, passed, head = {"projections": 0, "experts": 0}, 0, 0
     for tensor in plan.tensors:
         if tensor.component in ("vision_tower", "mm_projector") or "embed_tokens" in tensor.name:
             continue
         routed = tensor.component == "routed_experts"
         share = text.num_experts_per_token / text.num_experts if routed else 1
         read_bytes["experts" if routed else "projections"] += int(tensor.spec.num_bytes * share)
-        if not tensor.name.startswith("lm_head"):
+        if tensor.name.startswith("lm_head"):
+            head += tensor.num_parameters
+        else:
             passed += int(tensor.num_parameters * share)
-    return read_bytes, passed
+    return read_bytes, passed, passed + head
 
 
 @torch.no_grad()
@@ -242,7 +248,7 @@ def main() -> None:
 
     child = [sys.executable, __file__, "--ceilings", "--threads", str(args.threads), "--model", str(args.model)]
     ceilings = json.loads(subprocess.run(child, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
-    read_bytes, passed = weights_of_one_token(Plan(config))
+    read_bytes, passed, decoded = weights_of_one_token(Plan(config))
     from torch._dynamo.utils import counters  # here: it imports the compiler, half a second of a start without it
 
     graphs = counters["stats"]["unique_graphs"]
@@ -251,6 +257,7 @@ def main() -> None:
         "ceiling_prefill_tokens_per_s": ceilings["gemm_flops_per_s"] / (2 * passed),
         "decode_tokens_per_s": decodes[args.batch[0]],
         "ceiling_decode_tokens_per_s": ceilings["read_bytes_per_s"] / sum(read_bytes.values()),
+        "ceiling_many_rows_tokens_per_s": ceilings["gemm_flops_per_s"] / (2 * decoded),
         "prefill_by_prompt_tokens": prefills,
         "decode_by_batch": decodes,
         "decode_by_depth": {depth: decodes[args.batch[0]], **decodes_at},
@@ -280,8 +287,9 @@ def main() -> None:
         overhead = f"{100 * figures['overhead']:.1f} % outside of the forward"
         print(f"engine   {name:13} {figures['tokens_per_s']:10.2f} tokens/s, {share:5.2f} x the ceiling, {overhead}")
     print(
-        f"ceilings {result['ceiling_prefill_tokens_per_s']:.1f} tokens/s of prefill, "
-        f"{result['ceiling_decode_tokens_per_s']:.1f} of decode by one row"
+        f"ceilings {result['ceiling_decode_tokens_per_s']:.1f} tokens/s of decode by one row (bytes), "
+        f"{result['ceiling_many_rows_tokens_per_s']:.1f} by many (flops), "
+        f"{result['ceiling_prefill_tokens_per_s']:.1f} of prefill (flops)"
     )
     above = peak_rss_bytes - import_rss_bytes
     print(f"memory   {above / 1e9:.2f} GB above imports, {above / result['checkpoint_bytes']:.2f} x the checkpoint")

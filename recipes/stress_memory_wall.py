@@ -11,6 +11,7 @@ memory also with a tier that takes 50 ms for each read. FOLDER gets stress_memor
 With --compare: three traces of arrivals at half of the memory that they take when nothing is short, measured first, and
 twice the work that fits into their time. Goodput counts the tokens of requests with a first token within 15, and a p95
 between tokens within 1.25, steps in which 8 rows decode beside one block of prefill, the least that can go on beside them.
+It is printed for other bounds between tokens too.
 
 --clock cpu counts this process's CPU seconds instead of wall seconds, for a machine that is not idle; use one thread then.
 The run fails if memory runs out or a request is lost.
@@ -219,6 +220,11 @@ class Bounds:
         return asked.first_token_s <= self.first_token_s and percentile(asked.gaps_s, 95) <= self.gap_s
 
 
+def goodput(asked: list[Asked], bounds: Bounds, seconds: float) -> float:
+    """Tokens/s of the requests that keep both bounds."""
+    return sum(len(a.tokens) for a in asked if a.is_served and bounds.hold(a)) / seconds
+
+
 def percentile(values: list[float], percent: float) -> float:
     ordered = sorted(values)
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)] if ordered else 0.0
@@ -341,14 +347,13 @@ class Setup:
         if stats["bytes_total"] > memory:
             raise RuntimeError(f"memory: the pools took {stats['bytes_total']} bytes of {memory}")
         tokens = sum(len(a.tokens) for a in done.all)
-        within = [a for a in served if self.bounds.hold(a)]
         first = [a.first_token_s for a in done.all if a.times]
         gaps = [1e3 * gap for a in done.all for gap in a.gaps_s]
         row = Row(
             what, scheduler, tier, load, len(sessions), len(done.all), len(done.all) - len(served), tokens, seconds,
             tokens / seconds, *(percentile(first, q) for q in (50, 95, 99)), *(percentile(gaps, q) for q in (50, 95, 99)),
             max(first + [gap / 1e3 for gap in gaps]), max(a.longest_wait_steps for a in done.all),
-            sum(len(a.tokens) for a in within) / seconds, len(within),
+            goodput(served, self.bounds, seconds), sum(map(self.bounds.hold, served)),
             stats["schedule_us"] / 1e6 / stats["step_seconds"], stats["schedule_us"] / stats["steps"], stats["prefill_tokens"],
             stats.get("replayed_tokens", 0), sum(stats.get(f"preemptions_{how}", 0) for how in ("park", "drop")),
             stats["evictions"], stats.get("tiers", {}).get("fetches", 0), transfer_s, exposed_s, stats["bytes_total"],
@@ -487,6 +492,8 @@ def plot(rows: list[Row], path: Path) -> None:
 
 # The two schedulers.
 
+GAP_BOUNDS = (1, 1.25, 1.5, 2, 3, 5)  # one bound may lie just beside what all steps take
+
 
 def calibrate(setup: Setup) -> tuple[float, float, float]:
     """A prefill token, a decode step of 8 rows, and one beside a block of prefill: medians in the clock's seconds."""
@@ -540,20 +547,26 @@ def compare(setup: Setup, args: argparse.Namespace) -> list[Row]:
         pages = max(pages, 2 + math.ceil((longest / BLOCK + 1) / layout.blocks_per_page))
         load = done.peak_blocks / layout.blocks_per_page / pages
         pair = [
-            setup.run(name, sessions, scheduler, "host", load, pages * layout.page_bytes)[0]
+            setup.run(name, sessions, scheduler, "host", load, pages * layout.page_bytes)
             for scheduler in ("fcfs", "dependency_aware")
         ]
-        rows += pair
-        fcfs, ours = pair
+        fcfs, ours = (row for row, _ in pair)
+        rows += [fcfs, ours]
         gap = ours.gap_p95_ms / fcfs.gap_p95_ms - 1
-        goodput = ours.goodput_tokens_per_s / fcfs.goodput_tokens_per_s - 1 if fcfs.goodput_tokens_per_s else math.inf
+        more = ours.goodput_tokens_per_s / fcfs.goodput_tokens_per_s - 1 if fcfs.goodput_tokens_per_s else math.inf
         print(
             f"{name} at {load:.2f} x: p95 between tokens {ours.gap_p95_ms:.0f} ms against {fcfs.gap_p95_ms:.0f} "
             f"({gap:+.0%}), goodput {ours.goodput_tokens_per_s:.1f} against {fcfs.goodput_tokens_per_s:.1f} tokens/s "
-            f"({goodput:+.0%}), all {ours.tokens_per_s:.0f} against {fcfs.tokens_per_s:.0f} tokens/s; decisions "
+            f"({more:+.0%}), all {ours.tokens_per_s:.0f} against {fcfs.tokens_per_s:.0f} tokens/s; decisions "
             f"{ours.decision_us:.0f} us, {ours.decision_share:.2%} of the steps; longest wait {ours.longest_wait_s:.2f} s, "
             f"{ours.longest_wait_steps} steps, against {fcfs.longest_wait_s:.2f} s, {fcfs.longest_wait_steps} steps"
         )
+        by_bound = []
+        for factor in GAP_BOUNDS:
+            bounds = Bounds(setup.bounds.first_token_s, factor * beside_s)
+            theirs, own = (goodput(done.all, bounds, row.seconds) for row, done in pair)
+            by_bound.append(f"{factor:g}: {own:.1f} against {theirs:.1f}")
+        print(f"{name}: goodput by the bound between tokens, in steps with a block of prefill: {', '.join(by_bound)}")
     return rows
 
 

@@ -95,7 +95,12 @@ def test_both_schedulers_meet_the_same_arrivals(folder, tmp_path, capsys):
         assert len({row.tokens for row in (enough, *pair)}) == 1 and enough.preemptions == 0
         assert pair[0].memory_bytes == pair[1].memory_bytes < enough.memory_bytes
         assert all(0 < row.decision_us < 1e4 and 0 < row.longest_wait_steps < 1000 for row in (enough, *pair))
-    assert capsys.readouterr().out.count("p95 between tokens") == 1 + 2
+    printed = capsys.readouterr().out
+    assert printed.count("p95 between tokens") == 1 + 2
+    for name in ("chat", "bursts"):
+        fcfs, ours = [row.goodput_tokens_per_s for row in rows if row.what == name]
+        (line,) = [line for line in printed.splitlines() if line.startswith(f"{name}: goodput by the bound")]
+        assert f" 1.25: {ours:.1f} against {fcfs:.1f}," in line
     assert (tmp_path / "compare_schedulers.csv").exists()
 
 

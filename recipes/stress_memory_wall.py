@@ -553,10 +553,11 @@ def compare(setup: Setup, args: argparse.Namespace) -> list[Row]:
         fcfs, ours = (row for row, _ in pair)
         rows += [fcfs, ours]
         gap = ours.gap_p95_ms / fcfs.gap_p95_ms - 1
-        more = ours.goodput_tokens_per_s / fcfs.goodput_tokens_per_s - 1 if fcfs.goodput_tokens_per_s else math.inf
+        theirs, own = fcfs.goodput_tokens_per_s, ours.goodput_tokens_per_s
+        more = own / theirs - 1 if theirs else math.inf if own else 0.0
         print(
             f"{name} at {load:.2f} x: p95 between tokens {ours.gap_p95_ms:.0f} ms against {fcfs.gap_p95_ms:.0f} "
-            f"({gap:+.0%}), goodput {ours.goodput_tokens_per_s:.1f} against {fcfs.goodput_tokens_per_s:.1f} tokens/s "
+            f"({gap:+.0%}), goodput {own:.1f} against {theirs:.1f} tokens/s "
             f"({more:+.0%}), all {ours.tokens_per_s:.0f} against {fcfs.tokens_per_s:.0f} tokens/s; decisions "
             f"{ours.decision_us:.0f} us, {ours.decision_share:.2%} of the steps; longest wait {ours.longest_wait_s:.2f} s, "
             f"{ours.longest_wait_steps} steps, against {fcfs.longest_wait_s:.2f} s, {fcfs.longest_wait_steps} steps"

@@ -44,10 +44,9 @@ inline int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1)
 
 // Zeroed floats on a cache line's boundary.
 struct Scratch {
-  explicit Scratch(int64_t count)
-      : memory(count + 16), floats(memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) % 64 / 4) {}
+  explicit Scratch(int64_t count) : memory(count), floats(memory.data()) {}
   Scratch(const Scratch&) = delete;
-  std::vector<float> memory;
+  LineVector<float> memory;
   float* floats;
 };
 

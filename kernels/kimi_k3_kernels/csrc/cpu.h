@@ -135,20 +135,27 @@ void parallel(int64_t count, int64_t grain, const F& f) {
   if (count > 0) torch::stable::parallel_for(0, count, grain, f);
 }
 
-// The same in shares that a thread takes as it comes free, ever smaller ones of at least `least`: cores are not equally
-// fast where others use them too. What f computes must not depend on the shares.
+// The same for cores that are not equally fast, as where others use them too: a thread takes shares of a contiguous range of
+// its own, ever smaller ones of at least `least`, then of the others' ranges. What f computes must not depend on the shares.
 template <class F>
 void parallel_balanced(int64_t count, int64_t least, const F& f) {
   const int64_t threads = std::min<int64_t>(torch::stable::get_num_threads(), (count + least - 1) / least);
   if (threads <= 1) return parallel(count, count, f);
-  std::atomic<int64_t> taken{0};
-  parallel(threads, 1, [&](int64_t, int64_t) {
-    for (int64_t begin = taken.load();;) {
-      if (begin >= count) return;
-      const int64_t end = std::min(count, begin + std::max(least, (count - begin) / (2 * threads)));
-      if (!taken.compare_exchange_weak(begin, end)) continue;
-      f(begin, end);
-      begin = taken.load();
+  struct alignas(64) Range {
+    std::atomic<int64_t> next;
+    int64_t end;
+  };
+  std::vector<Range> ranges(threads);
+  for (int64_t t = 0; t < threads; ++t) ranges[t].next = count * t / threads, ranges[t].end = count * (t + 1) / threads;
+  parallel(threads, 1, [&](int64_t own, int64_t) {
+    for (int64_t visited = 0; visited < threads; ++visited) {
+      Range& range = ranges[(own + visited) % threads];
+      for (int64_t begin = range.next.load(); begin < range.end;) {
+        const int64_t end = std::min(range.end, begin + std::max(least, (range.end - begin) / 2));
+        if (!range.next.compare_exchange_weak(begin, end)) continue;
+        f(begin, end);
+        begin = range.next.load();
+      }
     }
   });
 }

@@ -38,91 +38,144 @@ int64_t most_rows(bool is_bf16) {
 
 #if KIMI_K3_X86
 
+// Elements of w asked for ahead, or the next tile where that is farther; in the order of memory, which hardware follows
+// better than the rows of a tile.
+constexpr int64_t kAhead512 = 4096;
+
 KIMI_K3_AVX512 inline __m512 multiply_add(__m512 sum, __m512i a, __m512i b) {
   return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
 }
 
-// y[m * stride + n] = sum_k x[m][k] w[n][k]. The order of a sum depends on K alone.
+// y[n] = the sum of the lanes of sums[n], N sums in one tree that pairs the lanes as _mm512_reduce_add_ps does.
+template <int N>
+KIMI_K3_AVX512 inline void sum_lanes(const __m512* sums, float* y) {
+  if constexpr (N == 1) {
+    *y = _mm512_reduce_add_ps(sums[0]);
+  } else {
+    __m512 halves[N / 2];
+    for (int n = 0; n < N; n += 2)
+      halves[n / 2] = _mm512_add_ps(_mm512_shuffle_f32x4(sums[n], sums[n + 1], 0x44), _mm512_shuffle_f32x4(sums[n], sums[n + 1], 0xee));
+    const __m512 other = halves[N / 2 - 1];  // with two sums each comes twice
+    __m512 sum = _mm512_add_ps(_mm512_shuffle_f32x4(halves[0], other, 0x88), _mm512_shuffle_f32x4(halves[0], other, 0xdd));
+    sum = _mm512_add_ps(sum, _mm512_permute_ps(sum, 0x4e));
+    sum = _mm512_add_ps(sum, _mm512_permute_ps(sum, 0xb1));
+    y[0] = _mm512_cvtss_f32(sum), y[1] = _mm_cvtss_f32(_mm512_extractf32x4_ps(sum, 1));
+    if constexpr (N == 4) y[2] = _mm_cvtss_f32(_mm512_extractf32x4_ps(sum, 2)), y[3] = _mm_cvtss_f32(_mm512_extractf32x4_ps(sum, 3));
+  }
+}
+
+// y[m * stride + n] = sum_k x[m][k] w[n][k] for a group of M rows of x, whose vectors take turns. The order of a sum
+// depends on K alone.
 template <int M, int N>
 KIMI_K3_AVX512 void tile512(const bfloat16* x, const bfloat16* w, int64_t k_count, float* y, int64_t stride) {
   __m512 sums[M][N];
+#pragma GCC unroll 8
   for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
     for (int n = 0; n < N; ++n) sums[m][n] = _mm512_setzero_ps();
+  const bfloat16* ahead = w + std::max(kAhead512, N * k_count);
   int64_t k = 0;
-  for (; k + 32 <= k_count; k += 32) {
+  for (; k + 32 <= k_count; k += 32, x += 32 * M, ahead += 32 * N) {
     __m512i weights[N];
 #pragma GCC unroll 4
     for (int n = 0; n < N; ++n) {
-      _mm_prefetch(reinterpret_cast<const char*>(w + (N + n) * k_count + k), _MM_HINT_T0);
+      _mm_prefetch(reinterpret_cast<const char*>(ahead + 32 * n), _MM_HINT_T0);
       weights[n] = _mm512_loadu_si512(w + n * k_count + k);
     }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int m = 0; m < M; ++m) {
-      __m512i row = _mm512_loadu_si512(x + m * k_count + k);
+      const __m512i row = _mm512_load_si512(x + 32 * m);
 #pragma GCC unroll 4
       for (int n = 0; n < N; ++n) sums[m][n] = multiply_add(sums[m][n], weights[n], row);
     }
   }
   if (k < k_count) {
     const __mmask32 mask = static_cast<__mmask32>((uint64_t(1) << (k_count - k)) - 1);
+#pragma GCC unroll 8
     for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
       for (int n = 0; n < N; ++n)
-        sums[m][n] = multiply_add(sums[m][n], _mm512_maskz_loadu_epi16(mask, w + n * k_count + k),
-                                  _mm512_maskz_loadu_epi16(mask, x + m * k_count + k));
+        sums[m][n] = multiply_add(sums[m][n], _mm512_maskz_loadu_epi16(mask, w + n * k_count + k), _mm512_load_si512(x + 32 * m));
   }
-  for (int m = 0; m < M; ++m)
-    for (int n = 0; n < N; ++n) y[m * stride + n] = _mm512_reduce_add_ps(sums[m][n]);
+#pragma GCC unroll 8
+  for (int m = 0; m < M; ++m) sum_lanes<N>(sums[m], y + m * stride);
 }
 
+// All rows of x, in groups, times N rows of w, which stay in the first cache from one group to the next.
 template <int N>
-void rows512(const bfloat16* x, int64_t m_count, const bfloat16* w, int64_t k, float* y, int64_t stride) {
-  int64_t m = 0;
-  for (; m + 4 <= m_count; m += 4) tile512<4, N>(x + m * k, w, k, y + m * stride, stride);
-  switch (m_count - m) {
-    case 3: return tile512<3, N>(x + m * k, w, k, y + m * stride, stride);
-    case 2: return tile512<2, N>(x + m * k, w, k, y + m * stride, stride);
-    case 1: return tile512<1, N>(x + m * k, w, k, y + m * stride, stride);
+void rows512(const bfloat16* x, int64_t m_count, int64_t padded, const bfloat16* w, int64_t k, float* y, int64_t stride) {
+  for (int64_t m = 0, rows; m < m_count; m += rows, x += rows * padded, y += rows * stride) {
+    rows = group_rows(m_count - m);
+    switch (rows) {
+      case 1: tile512<1, N>(x, w, k, y, stride); break;
+      case 2: tile512<2, N>(x, w, k, y, stride); break;
+      case 3: tile512<3, N>(x, w, k, y, stride); break;
+      case 4: tile512<4, N>(x, w, k, y, stride); break;
+      case 5: tile512<5, N>(x, w, k, y, stride); break;
+      case 6: tile512<6, N>(x, w, k, y, stride); break;
+    }
   }
+}
+
+void multiply512(const bfloat16* x, int64_t m_count, int64_t padded, const bfloat16* w, int64_t n_count, int64_t k, float* y,
+                 int64_t stride) {
+  int64_t n = 0;
+  if (m_count > 4)  // with few rows memory sets the pace, and it is read faster two rows at a time
+    for (; n + 4 <= n_count; n += 4) rows512<4>(x, m_count, padded, w + n * k, k, y + n, stride);
+  for (; n + 2 <= n_count; n += 2) rows512<2>(x, m_count, padded, w + n * k, k, y + n, stride);
+  for (; n < n_count; ++n) rows512<1>(x, m_count, padded, w + n * k, k, y + n, stride);
+}
+
+// A group of rows, whose vectors take turns, each with zeros up to whole vectors.
+void take_turns512(const bfloat16* x, int64_t rows, int64_t k_count, bfloat16* out) {
+  for (int64_t k = 0; k < k_count; k += 32)
+    for (int64_t m = 0; m < rows; ++m, out += 32) {
+      const int64_t count = std::min<int64_t>(32, k_count - k);
+      std::copy_n(x + m * k_count + k, count, out);
+      std::fill_n(out + count, 32 - count, bfloat16{0});
+    }
 }
 
 #endif
 
-// The rows of x as the active instruction set wants them: bfloat16 pairs as they are, else groups of floats.
+// The rows of x as the active instruction set wants them, in groups: bfloat16 pairs as they are, else floats.
 template <class X, class W>
 struct Rows {
-  Rows(const X* x, int64_t m_count, int64_t k_count) : x(x), k_count(k_count) {
-#if KIMI_K3_X86
-    if (has_pairs()) return;
-#endif
-    padded = (k_count + 31) / 32 * 32;
-    floats.resize(m_count * padded);
+  Rows(const X* x, int64_t m_count, int64_t k_count) : k_count(k_count), padded((k_count + 31) / 32 * 32) {
+    if (has_pairs())
+      pairs.resize(m_count * padded);
+    else
+      floats.resize(m_count * padded);
     std::vector<int64_t> starts{0};  // of the groups of rows, panel by panel
     for (int64_t m = 0; m < m_count; starts.push_back(m))
       m += group_rows(std::min(m_count, m / kPanel * kPanel + kPanel) - m);
     parallel(starts.size() - 1, 1 + (1 << 12) / (1 + k_count), [&](int64_t begin, int64_t end) {
-      for (int64_t group = begin; group < end; ++group)
-        KIMI_K3_ACTIVE(spread_group<W, X>)
-        (x + starts[group] * k_count, starts[group + 1] - starts[group], k_count, &floats[starts[group] * padded]);
+      for (int64_t group = begin; group < end; ++group) {
+        const int64_t first = starts[group], rows = starts[group + 1] - first;
+#if KIMI_K3_X86
+        if constexpr (sizeof(X) == 2)
+          if (has_pairs()) {
+            take_turns512(x + first * k_count, rows, k_count, pairs.data() + first * padded);
+            continue;
+          }
+#endif
+        KIMI_K3_ACTIVE(spread_group<W, X>)(x + first * k_count, rows, k_count, floats.data() + first * padded);
+      }
     });
   }
-  static bool has_pairs() { return sizeof(X) == 2 && active_isa() == Isa::avx512; }
+  static bool has_pairs() { return KIMI_K3_X86 && sizeof(X) == 2 && active_isa() == Isa::avx512; }
 
   // y[i * stride + n] for rows first .. first + m_count of x.
   void multiply(int64_t first, int64_t m_count, const W* w, int64_t n_count, float* y, int64_t stride) const {
 #if KIMI_K3_X86
     if constexpr (sizeof(X) == 2)
-      if (has_pairs()) {
-        int64_t n = 0;
-        for (; n + 4 <= n_count; n += 4) rows512<4>(x + first * k_count, m_count, w + n * k_count, k_count, y + n, stride);
-        for (; n < n_count; ++n) rows512<1>(x + first * k_count, m_count, w + n * k_count, k_count, y + n, stride);
-        return;
-      }
+      if (has_pairs()) return multiply512(pairs.data() + first * padded, m_count, padded, w, n_count, k_count, y, stride);
 #endif
-    KIMI_K3_ACTIVE(multiply<W>)(&floats[first * padded], m_count, padded, w, n_count, k_count, y, stride);
+    KIMI_K3_ACTIVE(multiply<W>)(floats.data() + first * padded, m_count, padded, w, n_count, k_count, y, stride);
   }
 
-  const X* x;
-  int64_t k_count, padded = 0;
+  int64_t k_count, padded;
+  LineVector<bfloat16> pairs;
   LineVector<float> floats;
 };
 

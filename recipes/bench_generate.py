@@ -10,16 +10,19 @@ bandwidth; with --compile also graphs and the time of the first calls, which is 
 --engine runs each batch through KimiK3Generator as well: requests of --prompt-tokens and --new-tokens that start together,
 greedy and sampled; its tokens/s are those of the steps in which all decode, its overhead what is not the forward.
 
-Ceilings, in a child process: decode, read bandwidth (torch.sum over 1 GiB of int64, best of 10) over the bytes of the
+Ceilings, in a child process: decode, read bandwidth (torch.sum over 1 GiB of int64, best of 3) over the bytes of the
 weights that one token reads; prefill and many rows, the GEMM rate (F.linear 1536 -> 2560 at 512 rows over 6 weights, best
 of 20, in bf16 or float32, whichever is faster) over the flops of one token, 2 for each weight that it passes (in a prompt
-the lm_head runs for the last token only). With --json the last line of the output is one JSON object.
+the lm_head runs for the last token only). Memory that others use too changes its speed from one minute to the next, so each
+decode figure stands beside the mean of reads before it, after every 8 of its steps, and after it. With --json the last line
+of the output is one JSON object.
 """
 
 import argparse
 import functools
 import json
 import math
+import statistics
 import subprocess
 import sys
 import time
@@ -31,6 +34,7 @@ from kimi_k3 import KimiK3Config, KimiK3ForCausalLM, KimiK3Generator, SamplingPa
 from kimi_k3.planning import Plan
 
 FIRST_TOKEN_PROMPT = 32
+READ_EVERY = 8  # decode steps between two measurements of the read bandwidth
 MOST_SECONDS = 20  # for one ceiling: torch's bfloat16 GEMM is slow on processors without instructions for it
 
 
@@ -49,8 +53,9 @@ def seconds_since_start() -> float:
     return uptime - ticks_after_boot / 100
 
 
-def measure_ceilings(folder: Path) -> dict[str, float]:
-    """Bytes/s of a plain read, flops/s of torch's GEMM in bf16 or float32, the faster one; seconds to read the shards."""
+def measure_ceilings(folder: Path) -> None:
+    """The child: for each line of its input, read, gemm or files, one line of output: bytes/s of a plain read, flops/s of
+    torch's GEMM in bf16 or float32, whichever is faster, or the seconds to read the shards of a checkpoint."""
 
     def best(run, repeats: int) -> float:
         times: list[float] = []
@@ -61,24 +66,48 @@ def measure_ceilings(folder: Path) -> dict[str, float]:
         return min(times)
 
     words = torch.ones((1 << 30) // 8, dtype=torch.int64)
-    read_seconds = best(words.sum, 10)
-    del words
-    gemm_seconds = math.inf
-    for dtype in (torch.bfloat16, torch.float32):
-        x, weights = torch.randn(512, 1536, dtype=dtype), [torch.randn(2560, 1536, dtype=dtype) for _ in range(6)]
-        run = functools.partial(lambda x, weights: [torch.nn.functional.linear(x, w) for w in weights], x, weights)
-        gemm_seconds = min(gemm_seconds, best(run, 20))
-    shards, held = sorted(folder.glob("*.safetensors")), []
 
-    def read_files() -> None:
-        held.clear()
-        held.extend(shard.read_bytes() for shard in shards)
+    def gemm() -> float:
+        seconds = math.inf
+        for dtype in (torch.bfloat16, torch.float32):
+            x, weights = torch.randn(512, 1536, dtype=dtype), [torch.randn(2560, 1536, dtype=dtype) for _ in range(6)]
+            run = functools.partial(lambda x, weights: [torch.nn.functional.linear(x, w) for w in weights], x, weights)
+            seconds = min(seconds, best(run, 20))
+        return 6 * 2 * 512 * 1536 * 2560 / seconds
 
-    return {
-        "read_bytes_per_s": (1 << 30) / read_seconds,
-        "gemm_flops_per_s": 6 * 2 * 512 * 1536 * 2560 / gemm_seconds,
-        "read_files_s": best(read_files, 2),
-    }
+    def files() -> float:
+        shards, held = sorted(folder.glob("*.safetensors")), []
+
+        def read_files() -> None:
+            held.clear()
+            held.extend(shard.read_bytes() for shard in shards)
+
+        return best(read_files, 2)
+
+    measures = {"read": lambda: (1 << 30) / best(words.sum, 3), "gemm": gemm, "files": files}
+    for line in sys.stdin:
+        print(measures[line.strip()](), flush=True)
+
+
+class Machine:
+    """What this machine can do, measured in a child process: its buffers are not in this one's memory."""
+
+    def __init__(self, folder: Path, threads: int) -> None:
+        command = [sys.executable, __file__, "--ceilings", "--threads", str(threads), "--model", str(folder)]
+        self.child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def measure(self, what: str) -> float:
+        """See `measure_ceilings`."""
+        assert self.child.stdin is not None and self.child.stdout is not None
+        self.child.stdin.write(f"{what}\n")
+        self.child.stdin.flush()
+        answer = self.child.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"the process that measures the ceilings ended with {self.child.wait()}")
+        return float(answer)
+
+    def close(self) -> None:
+        self.child.communicate()
 
 
 def weights_of_one_token(plan: Plan) -> tuple[dict[str, int], int, int]:
@@ -151,21 +180,38 @@ def explain(run, steps: int, read_bytes: dict[str, int], read_bytes_per_s: float
 
 
 @torch.no_grad()
-def decode(model: KimiK3ForCausalLM, cache, token: torch.Tensor, steps: int) -> None:
+def decode(model: KimiK3ForCausalLM, cache, token: torch.Tensor, steps: int) -> torch.Tensor:
     for _ in range(steps):
         token = model(token, past_key_values=cache, logits_to_keep=1).logits[:, -1].argmax(-1, keepdim=True)
+    return token
+
+
+def measure_decode(
+    model: KimiK3ForCausalLM, prompts: torch.Tensor, new_tokens: int, machine: Machine
+) -> dict[str, float]:
+    """Decode speed of all rows together, and the mean of the read bandwidth beside it."""
+    cache, token = prefill(model, prompts)
+    token = decode(model, cache, token, 2)
+    reads, seconds = [machine.measure("read")], 0.0
+    for first in range(0, new_tokens, READ_EVERY):
+        start = time.perf_counter()
+        token = decode(model, cache, token, min(READ_EVERY, new_tokens - first))
+        seconds += time.perf_counter() - start
+        reads.append(machine.measure("read"))
+    return {"tokens_per_s": prompts.shape[0] * new_tokens / seconds, "read_bytes_per_s": statistics.fmean(reads)}
 
 
 def measure_engine(
-    model: KimiK3ForCausalLM, prompts: torch.Tensor, new_tokens: int, temperature: float
+    model: KimiK3ForCausalLM, prompts: torch.Tensor, new_tokens: int, temperature: float, machine: Machine
 ) -> dict[str, float]:
-    """Decode speed of all rows together through the engine, and its time outside of the forward."""
+    """The same through the engine, and its time outside of the forward."""
     params = SamplingParams(max_new_tokens=new_tokens, temperature=temperature, seed=0, ignore_eos=True)
     rows = prompts.shape[0]
     with KimiK3Generator(model, max_num_seqs=rows, prefix_cache=False) as gen:
         for prompt in prompts.tolist():
             gen.add(prompt, params)
         decoded = seconds = forward = 0.0
+        reads, steps = [machine.measure("read")], 0
         while gen.has_unfinished():
             before = gen.stats()
             gen.step()
@@ -174,7 +220,15 @@ def measure_engine(
                 decoded += after["generated_tokens"] - before["generated_tokens"]
                 seconds += after["step_seconds"] - before["step_seconds"]
                 forward += after["forward_seconds"] - before["forward_seconds"]
-    return {"tokens_per_s": decoded / seconds, "overhead": 1 - forward / seconds}
+                if steps % READ_EVERY == 0:
+                    reads.append(machine.measure("read"))
+                steps += 1
+        reads.append(machine.measure("read"))
+    return {
+        "tokens_per_s": decoded / seconds,
+        "read_bytes_per_s": statistics.fmean(reads),
+        "overhead": 1 - forward / seconds,
+    }
 
 
 def counts(text: str) -> list[int]:
@@ -200,7 +254,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if args.ceilings:
-        print(json.dumps(measure_ceilings(args.model)))
+        measure_ceilings(args.model)
         return
     import_rss_bytes = memory_bytes("VmRSS")
 
@@ -229,38 +283,36 @@ def main() -> None:
         prefill(model, ids)
         prefills[tokens] = ids.numel() / (time.perf_counter() - start)
     depth, *more_depths = args.depth or args.prompt_tokens[:1]
-
-    def decode_speed(batch: int, depth: int) -> float:
-        cache, token = prefill(model, prompt(batch, depth))
-        decode(model, cache, token, 2)
-        start = time.perf_counter()
-        decode(model, cache, token, args.new_tokens)
-        return batch * args.new_tokens / (time.perf_counter() - start)
-
-    decodes = {batch: decode_speed(batch, depth) for batch in args.batch}
-    decodes_at = {deeper: decode_speed(args.batch[0], deeper) for deeper in more_depths}
+    machine = Machine(args.model, args.threads)
+    decodes = {b: measure_decode(model, prompt(b, depth), args.new_tokens, machine) for b in args.batch}
+    decodes_at = {d: measure_decode(model, prompt(args.batch[0], d), args.new_tokens, machine) for d in more_depths}
     peak_rss_bytes = memory_bytes("VmHWM")
     engines = {
-        f"{kind}, {batch}": measure_engine(model, prompt(batch, args.prompt_tokens[0]), args.new_tokens, temperature)
+        f"{kind}, {b}": measure_engine(model, prompt(b, args.prompt_tokens[0]), args.new_tokens, temperature, machine)
         for kind, temperature in (("greedy", 0.0), ("sampled", 1.0))
-        for batch in (args.batch if args.engine else ())
+        for b in (args.batch if args.engine else ())
     }
 
-    child = [sys.executable, __file__, "--ceilings", "--threads", str(args.threads), "--model", str(args.model)]
-    ceilings = json.loads(subprocess.run(child, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
     read_bytes, passed, decoded = weights_of_one_token(Plan(config))
+    bytes_per_token = sum(read_bytes.values())
+    for speed in (*decodes.values(), *decodes_at.values(), *engines.values()):
+        speed["ceiling_tokens_per_s"] = speed["read_bytes_per_s"] / bytes_per_token
+    gemm_flops_per_s, read_files_s = machine.measure("gemm"), machine.measure("files")
     from torch._dynamo.utils import counters  # here: it imports the compiler, half a second of a start without it
 
     graphs = counters["stats"]["unique_graphs"]
     result = {
         "prefill_tokens_per_s": prefills[args.prompt_tokens[0]],
-        "ceiling_prefill_tokens_per_s": ceilings["gemm_flops_per_s"] / (2 * passed),
-        "decode_tokens_per_s": decodes[args.batch[0]],
-        "ceiling_decode_tokens_per_s": ceilings["read_bytes_per_s"] / sum(read_bytes.values()),
-        "ceiling_many_rows_tokens_per_s": ceilings["gemm_flops_per_s"] / (2 * decoded),
+        "ceiling_prefill_tokens_per_s": gemm_flops_per_s / (2 * passed),
+        "decode_tokens_per_s": decodes[args.batch[0]]["tokens_per_s"],
+        "ceiling_decode_tokens_per_s": decodes[args.batch[0]]["ceiling_tokens_per_s"],
+        "ceiling_many_rows_tokens_per_s": gemm_flops_per_s / (2 * decoded),
         "prefill_by_prompt_tokens": prefills,
-        "decode_by_batch": decodes,
-        "decode_by_depth": {depth: decodes[args.batch[0]], **decodes_at},
+        "decode_by_batch": {batch: speed["tokens_per_s"] for batch, speed in decodes.items()},
+        "ceiling_decode_by_batch": {batch: speed["ceiling_tokens_per_s"] for batch, speed in decodes.items()},
+        "decode_by_depth": {
+            d: speed["tokens_per_s"] for d, speed in {depth: decodes[args.batch[0]], **decodes_at}.items()
+        },
         "engine": engines,
         "first_token_s": first_token_s,
         "first_calls_s": first_calls_s,
@@ -269,31 +321,37 @@ def main() -> None:
         "import_rss_bytes": import_rss_bytes,
         "checkpoint_bytes": sum(f.stat().st_size for f in args.model.glob("*.safetensors")),
         "graphs": graphs,
-        "bytes_per_token": sum(read_bytes.values()),
+        "bytes_per_token": bytes_per_token,
         "flops_per_token": 2 * passed,
         "batch": args.batch[0],
         "depth": depth,
         "threads": args.threads,
-        **ceilings,
+        "read_bytes_per_s": decodes[args.batch[0]]["read_bytes_per_s"],
+        "gemm_flops_per_s": gemm_flops_per_s,
+        "read_files_s": read_files_s,
     }
-    for name, what, rates in (("prefill", "tokens", prefills), ("decode", "rows", decodes)):
-        for count, speed in rates.items():
-            share = speed / result[f"ceiling_{name}_tokens_per_s"]
-            print(f"{name:8} {count:6} {what:6} {speed:10.2f} tokens/s, {share:5.2f} x the ceiling")
+
+    def beside_ceiling(speed: dict[str, float]) -> str:
+        rate, ceiling = speed["tokens_per_s"], speed["ceiling_tokens_per_s"]
+        return f"{rate:10.2f} tokens/s, {rate / ceiling:5.2f} x the ceiling of {ceiling:.1f}"
+
+    for count, rate in prefills.items():
+        figures = {"tokens_per_s": rate, "ceiling_tokens_per_s": result["ceiling_prefill_tokens_per_s"]}
+        print(f"prefill  {count:6} tokens {beside_ceiling(figures)}")
+    for batch, speed in decodes.items():
+        print(f"decode   {batch:6} rows   {beside_ceiling(speed)}")
     for deeper, speed in decodes_at.items():
-        print(f"decode   {args.batch[0]:6} rows   {speed:10.2f} tokens/s at depth {deeper}, {depth} above")
-    for name, figures in engines.items():
-        share = figures["tokens_per_s"] / result["ceiling_decode_tokens_per_s"]
-        overhead = f"{100 * figures['overhead']:.1f} % outside of the forward"
-        print(f"engine   {name:13} {figures['tokens_per_s']:10.2f} tokens/s, {share:5.2f} x the ceiling, {overhead}")
+        print(f"decode   {args.batch[0]:6} rows   {beside_ceiling(speed)}, at depth {deeper}, {depth} above")
+    for name, speed in engines.items():
+        overhead = f"{100 * speed['overhead']:.1f} % outside of the forward"
+        print(f"engine   {name:13} {beside_ceiling(speed)}, {overhead}")
     print(
-        f"ceilings {result['ceiling_decode_tokens_per_s']:.1f} tokens/s of decode by one row (bytes), "
-        f"{result['ceiling_many_rows_tokens_per_s']:.1f} by many (flops), "
-        f"{result['ceiling_prefill_tokens_per_s']:.1f} of prefill (flops)"
+        f"ceilings of decode: what one row can do by its bytes, as reads stood beside it; "
+        f"{result['ceiling_many_rows_tokens_per_s']:.1f} tokens/s for many rows by flops"
     )
     above = peak_rss_bytes - import_rss_bytes
     print(f"memory   {above / 1e9:.2f} GB above imports, {above / result['checkpoint_bytes']:.2f} x the checkpoint")
-    print(f"load     {load_s:.2f} s, {load_s / result['read_files_s']:.2f} x reading its files into memory")
+    print(f"load     {load_s:.2f} s, {load_s / read_files_s:.2f} x reading its files into memory")
     print(f"start    {first_token_s:.1f} s to the first token of a {FIRST_TOKEN_PROMPT}-token prompt")
     if args.compile:
         print(f"compile  {result['graphs']} graphs, {first_calls_s:.1f} s for the first calls")
@@ -301,7 +359,8 @@ def main() -> None:
         cache, token = prefill(model, prompt(1, depth))
         steps = min(args.new_tokens, 8)
         run = functools.partial(decode, model, cache, token)
-        result["explain"] = explain(run, steps, read_bytes, ceilings["read_bytes_per_s"])
+        result["explain"] = explain(run, steps, read_bytes, machine.measure("read"))
+    machine.close()
     if args.json:
         print(json.dumps(result))
 

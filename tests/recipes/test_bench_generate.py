@@ -31,6 +31,9 @@ def test_every_figure_is_there():
     assert result["engine"].keys() == {"greedy, 1", "greedy, 2", "sampled, 1", "sampled, 2"}
     speeds = [result["decode_tokens_per_s"], result["prefill_tokens_per_s"], *result["decode_by_depth"].values()]
     assert min(speeds) > 0 and result["ceiling_decode_tokens_per_s"] > 0 and result["ceiling_prefill_tokens_per_s"] > 0
+    # Every decode figure has a ceiling measured beside it.
+    assert result["ceiling_decode_by_batch"].keys() == {"1", "2"}
+    assert min(speed["ceiling_tokens_per_s"] for speed in result["engine"].values()) > 0
     # A decoded token also passes the lm_head.
     assert 0 < result["ceiling_many_rows_tokens_per_s"] < result["ceiling_prefill_tokens_per_s"]
     parts = result["explain"]

@@ -33,7 +33,7 @@ from kimi_k3.compilation import (
     symbolic_shapes,
 )
 from kimi_k3.configuration_kimi_k3 import KimiK3Config, KimiK3TextConfig
-from kimi_k3.layers.attn_res import depth_table, empty_bank, mix, seal
+from kimi_k3.layers.attn_res import Depth, depth_table, empty_bank, mix_and_norm, seal
 from kimi_k3.layers.kda import KimiDeltaAttention, ShortConv1d
 from kimi_k3.layers.linear import project
 from kimi_k3.layers.mla import KimiMLAAttention
@@ -86,15 +86,18 @@ class KimiK3DecoderLayer(nn.Module):
             self.mlp = KimiK3MLP(config, config.intermediate_size)
 
     def forward(
-        self, running_sum: Tensor, bank: Tensor, depth: Tensor, batch: PackedBatch, pools: tuple[Tensor, ...]
+        self, running_sum: Tensor, bank: Tensor, depth: Depth, batch: PackedBatch, pools: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor | None]:
         """[T, D] -> [T, D], and router logits. `bank` already holds `running_sum` where this layer starts a new sum."""
-        sealed_before, sealed_after, starts_sum = depth.unbind(0)
-        x = mix(running_sum, bank, sealed_before, self.self_attention_res_norm, self.self_attention_res_proj)
-        attention = self.self_attn(self.input_layernorm(x), batch, pools)
-        running_sum = torch.where(starts_sum.bool(), attention, running_sum + attention)
-        x = mix(running_sum, bank, sealed_after, self.mlp_res_norm, self.mlp_res_proj)
-        x = self.post_attention_layernorm(x)
+        x = mix_and_norm(
+            running_sum, bank, depth.sealed_before, self.self_attention_res_norm, self.self_attention_res_proj,
+            self.input_layernorm,
+        )  # fmt: skip
+        attention = self.self_attn(x, batch, pools)
+        running_sum = torch.where(depth.starts_sum, attention, running_sum + attention)
+        x = mix_and_norm(
+            running_sum, bank, depth.sealed_after, self.mlp_res_norm, self.mlp_res_proj, self.post_attention_layernorm
+        )
         if self.is_moe:
             out, router_logits = self.block_sparse_moe(x, batch.is_decode, batch.is_invariant)
             return running_sum + out, router_logits
@@ -116,13 +119,13 @@ class KimiK3Model(nn.Module):
             self.output_attn_res_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
             self.output_attn_res_proj = nn.Linear(config.hidden_size, 1, bias=False)
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self._depths: Tensor | None = None
+        self._depths: list[Depth] = []
         self.has_compiled_layers = False
         self.is_batch_invariant = False  # set by KimiK3ForCausalLM.set_batch_invariant
 
-    def _depth_rows(self, device: torch.device) -> Tensor:
-        if self._depths is None or self._depths.device != device:
-            with torch.inference_mode(False):  # it outlives this call, and training saves its rows for backward
+    def _depth_rows(self, device: torch.device) -> list[Depth]:
+        if not self._depths or self._depths[0].starts_sum.device != device:
+            with torch.inference_mode(False):  # it outlives this call, and training saves its tensors for backward
                 self._depths = depth_table(self.config, device)
         return self._depths
 
@@ -177,8 +180,9 @@ class KimiK3Model(nn.Module):
     def final_hidden(self, running_sum: Tensor, bank: Tensor) -> Tensor:
         """norm(mix(running_sum, bank)): what the lm_head reads, [T, D]."""
         num_blocks = torch.tensor(bank.shape[0], device=running_sum.device)
-        mixed = mix(running_sum, bank, num_blocks, self.output_attn_res_norm, self.output_attn_res_proj)
-        return self.norm(mixed)
+        return mix_and_norm(
+            running_sum, bank, num_blocks, self.output_attn_res_norm, self.output_attn_res_proj, self.norm
+        )
 
 
 def _refuse_compiled_invariance(is_both: bool) -> None:

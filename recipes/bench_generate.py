@@ -141,8 +141,8 @@ GROUPS = {
     "experts": ("kimi_k3::mxfp4_experts",),
     "kda": ("kimi_k3::kda", "kimi_k3::short_conv"),
     "mla": ("kimi_k3::mla", "kimi_k3::head_matvec", "aten::bmm"),
-    "depth mix": ("kimi_k3::attn_res",),
-    "norms, gates": ("kimi_k3::rms_norm", "kimi_k3::gated_rms_norm", "kimi_k3::situ"),
+    "depth mix, norm": ("kimi_k3::attn_res",),
+    "norms, gates": ("kimi_k3::rms_norm", "kimi_k3::gated_rms_norm", "kimi_k3::situ", "kimi_k3::choose_experts"),
 }
 
 

@@ -260,6 +260,12 @@ def attn_res_cases(make: Maker) -> Iterator[Case]:
             "attn_res_mix", f"{count} tokens, {s.sources} sources", OPS.attn_res_mix, inputs,
             read + tensor_bytes(inputs[0][0]), flops, OPS.attn_res_mix.reference,
         )  # fmt: skip
+        norm, proj = make.normal(s.hidden), make.normal(1, s.hidden)
+        normed = [(running_sum, bank, blocks, norm, proj, 1e-5, norm, 1e-5) for running_sum, bank, blocks, *_ in inputs]
+        yield Case(
+            "attn_res_mix_norm", f"{count} tokens, {s.sources} sources", OPS.attn_res_mix_norm, normed,
+            read + tensor_bytes(inputs[0][0]), flops + 4 * count * s.hidden, OPS.attn_res_mix_norm.reference,
+        )  # fmt: skip
     backward = (make.normal(s.prefill_tokens, s.hidden), *inputs[0])
     yield Case(
         "attn_res_mix_backward", f"{s.prefill_tokens} tokens", OPS.attn_res_mix_backward, [backward],
@@ -371,6 +377,11 @@ def small_cases(make: Maker) -> Iterator[Case]:
         "situ", f"{count} tokens", OPS.situ, [(up, up, BETA, LINEAR_BETA)], 3 * tensor_bytes(up), 12 * up.numel(),
         OPS.situ.reference,
     )  # fmt: skip
+    scores = make.normal(count, s.experts, dtype=torch.float32).sigmoid()
+    yield Case(
+        "choose_experts", f"{count} tokens", OPS.choose_experts, [(scores, scores, s.topk, True, 1.0)],
+        2 * tensor_bytes(scores), 2 * scores.numel(), OPS.choose_experts.reference,
+    )  # fmt: skip
     absorbed = make.copies(lambda: (make.normal(count, heads, s.nope), make.normal(heads, s.nope, s.rank), True))
     yield Case(
         "head_matvec", f"{count} tokens", OPS.head_matvec, absorbed, tensor_bytes(*absorbed[0][:2]),
@@ -478,7 +489,7 @@ GROUPS: tuple[tuple[Callable[[Maker], Iterator[Case]], tuple[str, ...]], ...] = 
         ("kda_chunk", "kda_chunk_export", "kda_recurrent", "kda_recurrent_export", "kda_chunk_backward", "kda_step_"),
     ),
     (short_conv_cases, ("short_conv", "short_conv_export", "short_conv_backward", "short_conv_step_")),
-    (attn_res_cases, ("attn_res_mix", "attn_res_mix_backward")),
+    (attn_res_cases, ("attn_res_mix", "attn_res_mix_norm", "attn_res_mix_backward")),
     (mla_cases, ("mla_prefill", "mla_prefill_backward", "mla_decode", "mla_decode_mass")),
     (matvec_cases, ("matvec",)),
     (
@@ -487,6 +498,7 @@ GROUPS: tuple[tuple[Callable[[Maker], Iterator[Case]], tuple[str, ...]], ...] = 
             "rms_norm",
             "gated_rms_norm",
             "kda_gates",
+            "choose_experts",
             "situ",
             "head_matvec",
             "linear_rows",

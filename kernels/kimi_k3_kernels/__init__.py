@@ -1,7 +1,8 @@
 """Kimi K3's ops, registered as `torch.ops.kimi_k3.*`: tensors and numbers in, tensors out."""
 
 from kimi_k3_kernels import native
-from kimi_k3_kernels.attn_res import attn_res_mix
+from kimi_k3_kernels.attn_res import attn_res_mix, attn_res_mix_norm
+from kimi_k3_kernels.choose_experts import choose_experts
 from kimi_k3_kernels.head_matvec import head_matvec
 from kimi_k3_kernels.kda import kda_chunk, kda_chunk_export, kda_recurrent, kda_recurrent_export, kda_step_
 from kimi_k3_kernels.kda_gates import kda_gates
@@ -25,6 +26,8 @@ native_library = native.load()
 
 __all__ = [
     "attn_res_mix",
+    "attn_res_mix_norm",
+    "choose_experts",
     "dense_experts",
     "gated_rms_norm",
     "head_matvec",

@@ -6,13 +6,24 @@ sealed into the bank between the layer's two mixes, and the layer's attention ou
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
 from kimi_k3.configuration_kimi_k3 import KimiK3TextConfig
+from kimi_k3.layers.linear import is_bare
 from kimi_k3.layers.norm import RMSNorm
-from kimi_k3_kernels import attn_res_mix
-from kimi_k3_kernels.library import compute_dtype
+from kimi_k3_kernels import attn_res_mix, attn_res_mix_norm
+from kimi_k3_kernels.library import compute_dtype, is_eager_inference
+
+
+class Depth(NamedTuple):
+    """A layer's place in the depth: scalars in tensors, so that one compiled graph serves every layer of a kind."""
+
+    sealed_before: Tensor  # int32: blocks that its first mix reads
+    sealed_after: Tensor  # int32: blocks that its second mix reads
+    starts_sum: Tensor  # bool: its attention output starts a new sum
 
 
 def mix(running_sum_TD: Tensor, bank_MTD: Tensor, num_blocks: Tensor, norm: RMSNorm, proj: nn.Linear) -> Tensor:
@@ -20,6 +31,17 @@ def mix(running_sum_TD: Tensor, bank_MTD: Tensor, num_blocks: Tensor, norm: RMSN
     wide = compute_dtype(running_sum_TD)
     weight_D = norm.weight.to(wide) * proj.weight[0].to(wide)
     return attn_res_mix(running_sum_TD, bank_MTD, num_blocks, weight_D, norm.eps)
+
+
+def mix_and_norm(
+    running_sum_TD: Tensor, bank_MTD: Tensor, num_blocks: Tensor, norm: RMSNorm, proj: nn.Linear, input_norm: RMSNorm
+) -> Tensor:  # fmt: skip
+    """input_norm(mix(..)): what a sublayer reads."""
+    if is_eager_inference(running_sum_TD) and is_bare(norm) and is_bare(proj) and is_bare(input_norm):
+        return attn_res_mix_norm(
+            running_sum_TD, bank_MTD, num_blocks, norm.weight, proj.weight, norm.eps, input_norm.weight, input_norm.eps
+        )
+    return input_norm(mix(running_sum_TD, bank_MTD, num_blocks, norm, proj))
 
 
 def empty_bank(config: KimiK3TextConfig, running_sum_TD: Tensor) -> Tensor:
@@ -35,12 +57,12 @@ def seal(bank_MTD: Tensor, index: int, running_sum_TD: Tensor) -> Tensor:
     return bank_MTD
 
 
-def depth_table(config: KimiK3TextConfig, device: torch.device) -> Tensor:
-    """[layers, 3] int32: sealed blocks in each layer's first and second mix, and whether the layer starts a new sum.
+def depth_table(config: KimiK3TextConfig, device: torch.device) -> list[Depth]:
+    """The place of each layer."""
 
-    A tensor, so that one compiled graph serves every depth.
-    """
-    layers = range(config.num_hidden_layers)
-    starts = [layer_idx % config.attn_res_block_size == 0 for layer_idx in layers]
-    rows = [[config.num_sealed_blocks(i), config.num_sealed_blocks(i) + starts[i], starts[i]] for i in layers]
-    return torch.tensor(rows, dtype=torch.int32, device=device)
+    def place(layer_idx: int) -> Depth:
+        sealed, starts = config.num_sealed_blocks(layer_idx), layer_idx % config.attn_res_block_size == 0
+        counts = (torch.tensor(count, dtype=torch.int32, device=device) for count in (sealed, sealed + starts))
+        return Depth(*counts, torch.tensor(starts, device=device))
+
+    return [place(layer_idx) for layer_idx in range(config.num_hidden_layers)]

@@ -45,7 +45,12 @@ def _is_plain(projection: nn.Linear) -> bool:
     # On a mesh the class is one that reads its local part, a plain tensor, and runs this same forward.
     if getattr(type(projection), "forward", None) is not nn.Linear.forward:
         return False
-    # accelerate replaces `forward` and leaves `_hf_hook`: its weight may be elsewhere until the module is called.
-    if projection._forward_hooks or projection._forward_pre_hooks or "_hf_hook" in projection.__dict__:
+    return is_bare(projection)
+
+
+def is_bare(module: nn.Module) -> bool:
+    """Whether an op that reads the module's weight can stand for a call of it: a plain tensor, and no hooks."""
+    # accelerate replaces `forward` and leaves `_hf_hook`: the weight may be elsewhere until the module is called.
+    if module._forward_hooks or module._forward_pre_hooks or "_hf_hook" in module.__dict__:
         return False
-    return type(projection.weight) in (nn.Parameter, Tensor)
+    return type(module.weight) in (nn.Parameter, Tensor)

@@ -12,8 +12,9 @@ from kimi_k3.configuration_kimi_k3 import KimiK3TextConfig
 from kimi_k3.layers.linear import project
 from kimi_k3.layers.mlp import KimiK3MLP
 from kimi_k3.layers.norm import RMSNorm
-from kimi_k3_kernels import dense_experts, linear_rows, matvec, mxfp4_experts, mxfp4_experts_int8
-from kimi_k3_kernels.library import at_once, by_rows, compute_dtype
+from kimi_k3_kernels import choose_experts, dense_experts, linear_rows, matvec, mxfp4_experts, mxfp4_experts_int8
+from kimi_k3_kernels.choose_experts.reference import choose_experts_reference
+from kimi_k3_kernels.library import at_once, by_rows, compute_dtype, is_eager_inference
 
 
 class Routing(NamedTuple):
@@ -42,13 +43,12 @@ class KimiK3Router(nn.Module):
         return (by_rows if is_invariant else at_once)(self._choose, logits_TE)
 
     def _choose(self, logits_TE: Tensor) -> Routing:
+        topk = self.config.num_experts_per_token
         scores_TE = torch.sigmoid(logits_TE)
         choice_TE = self._keep_best_groups(scores_TE + self.e_score_correction_bias)
-        topk_ids_TA = choice_TE.topk(self.config.num_experts_per_token, dim=-1, sorted=False).indices
-        topk_weights_TA = scores_TE.gather(-1, topk_ids_TA)
-        if self.config.moe_renormalize and self.config.num_experts_per_token > 1:
-            topk_weights_TA = topk_weights_TA / (topk_weights_TA.sum(-1, keepdim=True) + 1e-20)
-        return Routing(topk_ids_TA, topk_weights_TA * self.config.routed_scaling_factor, logits_TE)
+        choose = choose_experts if is_eager_inference(logits_TE) else choose_experts_reference
+        renormalize = self.config.moe_renormalize and topk > 1
+        return Routing(*choose(scores_TE, choice_TE, topk, renormalize, self.config.routed_scaling_factor), logits_TE)
 
     def _keep_best_groups(self, choice_TE: Tensor) -> Tensor:
         """Leave only the experts of the `topk_group` groups whose two best experts score highest together."""
@@ -79,6 +79,7 @@ class KimiK3Experts(nn.Module):
         self.packed, self.num_experts = packed, config.num_experts
         self.has_int8_activations = False  # lossy: quantization.quantize_expert_activations_int8_
         self.beta, self.linear_beta = config.situ_betas
+        self._slots: Tensor | None = None
         width, latent = config.moe_intermediate_size, config.routed_expert_hidden_size
         for name, rows, columns in (("w1", width, latent), ("w2", latent, width), ("w3", width, latent)):
             if packed:
@@ -89,8 +90,17 @@ class KimiK3Experts(nn.Module):
             else:
                 self.register_parameter(name, nn.Parameter(torch.empty(self.num_experts, rows, columns)))
 
+    def _all_slots(self, x: Tensor) -> Tensor:
+        """0 .. num_experts - 1: expert e lies in slot e. Eager inference keeps the tensor."""
+        if not is_eager_inference(x):
+            return torch.arange(self.num_experts, dtype=torch.int32, device=x.device)
+        if self._slots is None:
+            with torch.inference_mode(False):
+                self._slots = torch.arange(self.num_experts, dtype=torch.int32)
+        return self._slots
+
     def forward(self, latent_TL: Tensor, routing: Routing) -> Tensor:
-        slot_table = torch.arange(self.num_experts, dtype=torch.int32, device=latent_TL.device)
+        slot_table = self._all_slots(latent_TL)
         if self.packed:
             return (mxfp4_experts_int8 if self.has_int8_activations else mxfp4_experts)(
                 latent_TL, routing.topk_ids, routing.topk_weights, self.w1_packed, self.w1_scale, self.w3_packed,

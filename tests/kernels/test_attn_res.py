@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kimi_k3_kernels import attn_res_mix
+from kimi_k3_kernels import attn_res_mix, attn_res_mix_norm, rms_norm
 from kimi_k3_kernels.attn_res.op import attn_res_mix_op
 
 EPS = 1e-5
@@ -61,6 +61,37 @@ def test_the_sources_are_left_as_they_were():
     assert torch.equal(running_sum, copies[0]) and torch.equal(bank, copies[1])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("blocks", "tokens", "dim"), [(0, 3, 16), (1, 1, 16), (3, 5, 100), (4, 2, 1536)])
+def test_the_norm_after_the_mix_is_the_same_bits_as_apart(
+    instructions: str, dtype: torch.dtype, weight_dtype: torch.dtype, blocks: int, tokens: int, dim: int
+):
+    running_sum, bank, num_blocks, weight = make_inputs(blocks, tokens, dim, dtype)
+    generator = torch.Generator().manual_seed(dim)
+    score_norm, score_proj = weight.to(weight_dtype), torch.randn((1, dim), generator=generator).to(weight_dtype)
+    input_norm = torch.randn(dim, generator=generator).to(dtype)
+    got = attn_res_mix_norm(running_sum, bank, num_blocks, score_norm, score_proj, EPS, input_norm, 2 * EPS)
+    mixed = attn_res_mix(running_sum, bank, num_blocks, score_norm.float() * score_proj[0].float(), EPS)
+    assert got.dtype == dtype and torch.equal(got, rms_norm(mixed, input_norm, 2 * EPS))
+    # And, apart from these two ops, the equation in float64: a rounding of the mix, of the norm and of the result.
+    want = equation(running_sum.double(), bank.double(), num_blocks, (score_norm.double() * score_proj[0].double()))
+    want = input_norm.double() * want * torch.rsqrt(want.square().mean(-1, keepdim=True) + 2 * EPS)
+    step = 1e-5 if dtype == torch.float32 else 2**-6
+    torch.testing.assert_close(got.double(), want, atol=step, rtol=step)
+
+
+def test_the_norm_after_the_mix_in_other_dtypes_is_the_reference():
+    running_sum, bank, num_blocks, weight = make_inputs(3)
+    inputs = (running_sum, bank, num_blocks, weight, weight[None], EPS)
+    got = attn_res_mix_norm(*inputs, weight, EPS)
+    mixed = attn_res_mix(running_sum, bank, num_blocks, weight * weight, EPS)
+    assert got.dtype == torch.float64 and torch.equal(got, rms_norm(mixed, weight, EPS))
+    # bfloat16 activations beside a float32 norm give float32, as its layer does.
+    narrow = (running_sum.bfloat16(), bank.bfloat16(), num_blocks, weight.float(), weight[None].float(), EPS)
+    assert attn_res_mix_norm(*narrow, weight.float(), EPS).dtype == torch.float32
+
+
 def test_one_graph_serves_every_depth():
     compiled = torch.compile(attn_res_mix, fullgraph=True, dynamic=True, backend="aot_eager")
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -75,3 +106,5 @@ def test_wrong_shapes_are_refused():
         attn_res_mix(running_sum, bank[:, :2], blocks, weight, EPS)
     with pytest.raises(ValueError, match="one dtype"):
         attn_res_mix(running_sum, bank.float(), blocks, weight, EPS)
+    with pytest.raises(ValueError, match=r"attn_res_mix_norm: want .*score_proj \[1, D\].*; got .*score_proj \(16,\)"):
+        attn_res_mix_norm(running_sum, bank, blocks, weight, weight, EPS, weight, EPS)

@@ -96,6 +96,9 @@ INPUTS: dict[str, Callable[[int], list]] = {
         normal(t, 20), normal(20, 4), normal(2 * t + 1, 3, 20), torch.arange(t), torch.arange(t, 2 * t)
     ],
     "attn_res_mix": lambda t: [normal(t, 24), normal(3, t, 24), torch.tensor(2), normal(24), EPS],
+    "attn_res_mix_norm": lambda t: [
+        normal(t, 24), normal(3, t, 24), torch.tensor(2), normal(24), normal(1, 24), EPS, normal(24, seed=1), EPS
+    ],
     "attn_res_mix_backward": lambda t: [
         normal(t, 24, seed=3), normal(t, 24), normal(3, t, 24), torch.tensor(2), normal(24), EPS
     ],
@@ -114,6 +117,7 @@ INPUTS: dict[str, Callable[[int], list]] = {
     "short_conv_export": lambda t: [*short_conv(t), *kda_export(t)[-2:]],
     "head_matvec": lambda t: [normal(t, 3, 16), normal(3, 20, 16), False],
     "linear_rows": lambda t: [normal(t, 40), [normal(24, 40), normal(5, 40)]],
+    "choose_experts": lambda t: [normal(t, 24).sigmoid(), normal(t, 24, seed=1), 5, True, 2.5],
     "rms_norm": lambda t: [normal(t, 24), normal(24), EPS],
     "gated_rms_norm": lambda t: [normal(t, 2, 12), normal(t, 2, 12, seed=1), normal(12), EPS],
     "kda_gates": lambda t: [normal(t, 48), normal(t, 16), normal(t, 2), normal(2), normal(16), -5.0],
@@ -225,7 +229,7 @@ FAR = {
     "mxfp4_experts": (0, 3, 4, 5, 6, 7, 8), "mxfp4_experts_int8": (0, 3, 8), "mxfp4_experts_backward": (4, 8),
     "dense_experts": (3, 5),
     "kda_recurrent": (0, 5), "kda_recurrent_export": (5,), "short_conv_export": (0, 2), "head_matvec": (0, 1),
-    "linear_rows": (0,), "rms_norm": (0,), "gated_rms_norm": (0, 1), "kda_gates": (0, 1), "situ": (0, 1),
+    "attn_res_mix_norm": (0, 1), "choose_experts": (0, 1), "linear_rows": (0,), "rms_norm": (0,), "gated_rms_norm": (0, 1), "kda_gates": (0, 1), "situ": (0, 1),
     "dense_experts_backward": (4,), "mxfp4_linear": (1,), "mxfp4_dequantize": (0,),
 }  # fmt: skip
 

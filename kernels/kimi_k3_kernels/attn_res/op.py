@@ -1,4 +1,4 @@
-"""The contract of `attn_res_mix`: schema, fake, gradient, checks; no arithmetic."""
+"""The contract of `attn_res_mix` and `attn_res_mix_norm`: schema, fake, gradient, checks; no arithmetic."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kimi_k3_kernels.attn_res.reference import attn_res_mix_backward_reference, attn_res_mix_reference
+from kimi_k3_kernels.attn_res.reference import (
+    attn_res_mix_backward_reference,
+    attn_res_mix_norm_reference,
+    attn_res_mix_reference,
+)
 from kimi_k3_kernels.library import call, define_gpu_kernel, define_gradient, define_op, require
 
 
@@ -28,6 +32,14 @@ attn_res_mix_backward_op = define_op(
         _like(running_sum),
         torch.empty_like(bank),
         _like(weight),
+    ),
+)
+attn_res_mix_norm_op = define_op(
+    "attn_res_mix_norm(Tensor running_sum, Tensor bank, Tensor num_blocks, Tensor score_norm, Tensor score_proj, float eps,"
+    " Tensor norm_weight, float norm_eps) -> Tensor",
+    attn_res_mix_norm_reference,
+    lambda running_sum, bank, num_blocks, score_norm, score_proj, eps, norm_weight, norm_eps: running_sum.new_empty(
+        running_sum.shape, dtype=torch.promote_types(running_sum.dtype, norm_weight.dtype)
     ),
 )
 
@@ -67,6 +79,30 @@ def attn_res_mix(running_sum: Tensor, bank: Tensor, num_blocks: Tensor, weight: 
         running_sum=running_sum, bank=bank, num_blocks=num_blocks, weight=weight,
     )  # fmt: skip
     return call(attn_res_mix_op, running_sum, bank, num_blocks, weight, eps)
+
+
+def attn_res_mix_norm(
+    running_sum: Tensor, bank: Tensor, num_blocks: Tensor, score_norm: Tensor, score_proj: Tensor, eps: float,
+    norm_weight: Tensor, norm_eps: float,
+) -> Tensor:  # fmt: skip
+    """rms_norm(attn_res_mix(running_sum, bank, num_blocks, score_norm * score_proj, eps), norm_weight, norm_eps): the normed
+    input of a sublayer in one op, for eager inference, where each of the six that it replaces costs more than its work.
+
+    Args: as `attn_res_mix` and `rms_norm`, whose bits it has; score_norm [D] and score_proj [1, D], any float.
+    Returns: [T, D] in the promoted dtype of running_sum and norm_weight.     No gradient: for inference.
+    Raises: ValueError if shapes or dtypes disagree.
+    """
+    width = running_sum.shape[-1:]
+    require(
+        running_sum.ndim == 2 and bank.ndim == 3 and bank.shape[1:] == running_sum.shape
+        and bank.dtype == running_sum.dtype and num_blocks.numel() == 1
+        and score_norm.shape == width and score_proj.shape == (1, *width) and norm_weight.shape == width,
+        "attn_res_mix_norm",
+        "running_sum [T, D], bank [M, T, D] of one dtype, num_blocks [1], score_norm [D], score_proj [1, D], norm_weight [D]",
+        running_sum=running_sum, bank=bank, num_blocks=num_blocks, score_norm=score_norm, score_proj=score_proj,
+        norm_weight=norm_weight,
+    )  # fmt: skip
+    return attn_res_mix_norm_op(running_sum, bank, num_blocks, score_norm, score_proj, eps, norm_weight, norm_eps)
 
 
 define_gpu_kernel(attn_res_mix_op, "kimi_k3_kernels.attn_res.kernel_triton")

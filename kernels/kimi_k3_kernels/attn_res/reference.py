@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kimi_k3_kernels.library import compute_dtype
+from kimi_k3_kernels.norm.reference import rms_norm_reference
 
 
 def _sources(running_sum: Tensor, bank: Tensor, num_blocks: Tensor) -> list[Tensor]:
@@ -34,6 +35,17 @@ def attn_res_mix_reference(running_sum: Tensor, bank: Tensor, num_blocks: Tensor
     for probability_T, source_TD in zip(probabilities_MT, sources):
         mixed_TD += probability_T[:, None] * source_TD.to(mixed_TD.dtype)
     return mixed_TD.to(running_sum.dtype)
+
+
+def attn_res_mix_norm_reference(
+    running_sum: Tensor, bank: Tensor, num_blocks: Tensor, score_norm: Tensor, score_proj: Tensor, eps: float,
+    norm_weight: Tensor, norm_eps: float,
+) -> Tensor:  # fmt: skip
+    """The mix by the product of a norm's and a projection's weights, then an RMSNorm of it."""
+    compute = compute_dtype(running_sum)
+    weight_D = score_norm.to(compute) * score_proj[0].to(compute)
+    mixed_TD = attn_res_mix_reference(running_sum, bank, num_blocks, weight_D, eps)
+    return rms_norm_reference(mixed_TD, norm_weight, norm_eps).contiguous()
 
 
 def attn_res_mix_backward_reference(

@@ -13,8 +13,10 @@ Tensor with_plain_rows(const Tensor& t) {
   return t.size(t.dim() - 1) == 1 || t.stride(t.dim() - 1) == 1 ? t : make_contiguous(t);
 }
 
+// With `norm`, weights of T, each mixed row is normed as well.
 template <class T>
-void mix(const Tensor& running_sum, const Tensor& bank, int64_t blocks, const float* weight, float eps, const Tensor& out) {
+void mix(const Tensor& running_sum, const Tensor& bank, int64_t blocks, const float* weight, float eps, const Tensor& out,
+         const T* norm = nullptr, float norm_eps = 0) {
   const int64_t width = running_sum.size(1);
   const T *newest = data<T>(running_sum), *sealed = data<T>(bank);
   const int64_t newest_token = running_sum.stride(0), block = bank.stride(0), sealed_token = bank.stride(1);
@@ -29,34 +31,73 @@ void mix(const Tensor& running_sum, const Tensor& bank, int64_t blocks, const fl
         std::copy_n(sources[0], width, rows + t * width);
       else
         KIMI_K3_ACTIVE(mix_token<T>)(sources.data(), blocks + 1, weight, width, eps, probabilities.data(), rows + t * width);
+      if (norm) KIMI_K3_ACTIVE(norm_row<T>)(rows + t * width, norm, width, norm_eps, rows + t * width);
     }
   });
 }
 
-Tensor attn_res_mix(Tensor running_sum, Tensor bank, Tensor num_blocks, Tensor weight, double eps) {
-  const bool is_bf16 = running_sum.scalar_type() == ScalarType::BFloat16;
-  const bool bf16_weight = weight.scalar_type() == ScalarType::BFloat16;
-  check_sizes("attn_res_mix", "running_sum", running_sum, {-1, -1});
-  check_sizes("attn_res_mix", "bank", bank, {-1, running_sum.size(0), running_sum.size(1)});
-  check_sizes("attn_res_mix", "weight", weight, {running_sum.size(1)});
-  STD_TORCH_CHECK(num_blocks.numel() == 1, "attn_res_mix: want one num_blocks, got ", num_blocks.numel());
-  if (!(is_bf16 || running_sum.scalar_type() == ScalarType::Float) || bank.scalar_type() != running_sum.scalar_type() ||
-      !(bf16_weight || weight.scalar_type() == ScalarType::Float))
-    return reference_tensor("attn_res_mix", running_sum, bank, num_blocks, weight, eps);
+bool has_kernel(const Tensor& t) {
+  return t.scalar_type() == ScalarType::BFloat16 || t.scalar_type() == ScalarType::Float;
+}
+
+int64_t checked_blocks(const char* op, const Tensor& running_sum, const Tensor& bank, const Tensor& num_blocks) {
+  check_sizes(op, "running_sum", running_sum, {-1, -1});
+  check_sizes(op, "bank", bank, {-1, running_sum.size(0), running_sum.size(1)});
+  STD_TORCH_CHECK(num_blocks.numel() == 1, op, ": want one num_blocks, got ", num_blocks.numel());
   const int64_t blocks = Integers(num_blocks)[0];
-  STD_TORCH_CHECK(blocks >= 0 && blocks <= bank.size(0), "attn_res_mix: want num_blocks in 0..", bank.size(0), ", got ", blocks);
+  STD_TORCH_CHECK(blocks >= 0 && blocks <= bank.size(0), op, ": want num_blocks in 0..", bank.size(0), ", got ", blocks);
+  return blocks;
+}
+
+// Values of either dtype as floats.
+std::vector<float> floats_of(const Tensor& t) {
+  const Tensor plain = make_contiguous(t);
+  const int64_t count = plain.numel();
+  if (plain.scalar_type() == ScalarType::Float) return {data<float>(plain), data<float>(plain) + count};
+  std::vector<float> values(count);
+  const bfloat16* halves = data<bfloat16>(plain);
+  for (int64_t d = 0; d < count; ++d) values[d] = to_float(halves[d]);
+  return values;
+}
+
+Tensor attn_res_mix(Tensor running_sum, Tensor bank, Tensor num_blocks, Tensor weight, double eps) {
+  const int64_t blocks = checked_blocks("attn_res_mix", running_sum, bank, num_blocks);
+  check_sizes("attn_res_mix", "weight", weight, {running_sum.size(1)});
+  if (!has_kernel(running_sum) || bank.scalar_type() != running_sum.scalar_type() || !has_kernel(weight))
+    return reference_tensor("attn_res_mix", running_sum, bank, num_blocks, weight, eps);
   running_sum = with_plain_rows(running_sum);
   bank = with_plain_rows(bank);
-  weight = make_contiguous(weight);
-  const int64_t width = running_sum.size(1);
-  std::vector<float> widened(bf16_weight ? width : 0);
-  for (int64_t d = 0; d < static_cast<int64_t>(widened.size()); ++d) widened[d] = to_float(data<bfloat16>(weight)[d]);
-  const float* floats = bf16_weight ? widened.data() : data<float>(weight);
-  Tensor out = new_tensor(running_sum, {running_sum.size(0), width});
-  if (is_bf16)
-    mix<bfloat16>(running_sum, bank, blocks, floats, static_cast<float>(eps), out);
+  const std::vector<float> floats = floats_of(weight);
+  Tensor out = new_tensor(running_sum, {running_sum.size(0), running_sum.size(1)});
+  if (running_sum.scalar_type() == ScalarType::BFloat16)
+    mix<bfloat16>(running_sum, bank, blocks, floats.data(), static_cast<float>(eps), out);
   else
-    mix<float>(running_sum, bank, blocks, floats, static_cast<float>(eps), out);
+    mix<float>(running_sum, bank, blocks, floats.data(), static_cast<float>(eps), out);
+  return out;
+}
+
+Tensor attn_res_mix_norm(Tensor running_sum, Tensor bank, Tensor num_blocks, Tensor score_norm, Tensor score_proj, double eps,
+                         Tensor norm_weight, double norm_eps) {
+  const int64_t blocks = checked_blocks("attn_res_mix_norm", running_sum, bank, num_blocks), width = running_sum.size(1);
+  check_sizes("attn_res_mix_norm", "score_norm", score_norm, {width});
+  check_sizes("attn_res_mix_norm", "score_proj", score_proj, {1, width});
+  check_sizes("attn_res_mix_norm", "norm_weight", norm_weight, {width});
+  const ScalarType type = running_sum.scalar_type();
+  if (!has_kernel(running_sum) || bank.scalar_type() != type || norm_weight.scalar_type() != type || !has_kernel(score_norm) ||
+      !has_kernel(score_proj))
+    return reference_tensor("attn_res_mix_norm", running_sum, bank, num_blocks, score_norm, score_proj, eps, norm_weight, norm_eps);
+  running_sum = with_plain_rows(running_sum);
+  bank = with_plain_rows(bank);
+  norm_weight = make_contiguous(norm_weight);
+  std::vector<float> weight = floats_of(score_norm);
+  const std::vector<float> factors = floats_of(score_proj);
+  for (int64_t d = 0; d < width; ++d) weight[d] *= factors[d];
+  Tensor out = new_tensor(running_sum, {running_sum.size(0), width});
+  const float first = static_cast<float>(eps), second = static_cast<float>(norm_eps);
+  if (type == ScalarType::BFloat16)
+    mix(running_sum, bank, blocks, weight.data(), first, out, data<bfloat16>(norm_weight), second);
+  else
+    mix(running_sum, bank, blocks, weight.data(), first, out, data<float>(norm_weight), second);
   return out;
 }
 
@@ -64,4 +105,7 @@ Tensor attn_res_mix(Tensor running_sum, Tensor bank, Tensor num_blocks, Tensor w
 
 }  // namespace kimi_k3
 
-STABLE_TORCH_LIBRARY_IMPL(kimi_k3, CPU, m) { m.impl("attn_res_mix", TORCH_BOX(&kimi_k3::attn_res_mix)); }
+STABLE_TORCH_LIBRARY_IMPL(kimi_k3, CPU, m) {
+  m.impl("attn_res_mix", TORCH_BOX(&kimi_k3::attn_res_mix));
+  m.impl("attn_res_mix_norm", TORCH_BOX(&kimi_k3::attn_res_mix_norm));
+}

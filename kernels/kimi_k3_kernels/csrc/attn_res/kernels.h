@@ -1,4 +1,5 @@
-// attn_res_mix of one token (equation: attn_res/reference.py).
+// attn_res_mix of one token (equation: attn_res/reference.py), and the RMSNorm of a row.
+#include "../norm/kernels.h"
 
 // weight . v and sum v^2.
 template <class T>

@@ -79,6 +79,7 @@ class KimiK3DecoderLayer(nn.Module):
         self.mlp_res_norm = RMSNorm(hidden, eps)
         self.mlp_res_proj = nn.Linear(hidden, 1, bias=False)
         self.post_attention_layernorm = RMSNorm(hidden, eps)
+        self.starts_sum = layer_idx % config.attn_res_block_size == 0
         self.is_moe = config.is_moe_layer(layer_idx)
         if self.is_moe:
             self.block_sparse_moe = KimiK3SparseMoE(config, packed_experts)
@@ -94,7 +95,10 @@ class KimiK3DecoderLayer(nn.Module):
             self.input_layernorm,
         )  # fmt: skip
         attention = self.self_attn(x, batch, pools)
-        running_sum = torch.where(depth.starts_sum, attention, running_sum + attention)
+        if torch.compiler.is_compiling():  # one graph for the layers that start a new sum and those that do not
+            running_sum = torch.where(depth.starts_sum, attention, running_sum + attention)
+        else:
+            running_sum = attention if self.starts_sum else running_sum + attention
         x = mix_and_norm(
             running_sum, bank, depth.sealed_after, self.mlp_res_norm, self.mlp_res_proj, self.post_attention_layernorm
         )

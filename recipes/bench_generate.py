@@ -90,7 +90,7 @@ def measure_ceilings(folder: Path) -> None:
 
 
 class Machine:
-    """What this machine can do, measured in a child process: its buffers are not in this one's memory."""
+    """What this machine can do, measured in a child process: its buffers, of 1 GiB, are not in this one's memory."""
 
     def __init__(self, folder: Path, threads: int) -> None:
         command = [sys.executable, __file__, "--ceilings", "--threads", str(threads), "--model", str(folder)]
@@ -99,9 +99,12 @@ class Machine:
     def measure(self, what: str) -> float:
         """See `measure_ceilings`."""
         assert self.child.stdin is not None and self.child.stdout is not None
-        self.child.stdin.write(f"{what}\n")
-        self.child.stdin.flush()
-        answer = self.child.stdout.readline()
+        try:
+            self.child.stdin.write(f"{what}\n")
+            self.child.stdin.flush()
+            answer = self.child.stdout.readline()
+        except BrokenPipeError:
+            answer = ""
         if not answer:
             raise RuntimeError(f"the process that measures the ceilings ended with {self.child.wait()}")
         return float(answer)
@@ -141,7 +144,7 @@ GROUPS = {
     "experts": ("kimi_k3::mxfp4_experts",),
     "kda": ("kimi_k3::kda", "kimi_k3::short_conv"),
     "mla": ("kimi_k3::mla", "kimi_k3::head_matvec", "aten::bmm"),
-    "depth mix, norm": ("kimi_k3::attn_res",),
+    "mix and norm": ("kimi_k3::attn_res",),
     "norms, gates": ("kimi_k3::rms_norm", "kimi_k3::gated_rms_norm", "kimi_k3::situ", "kimi_k3::choose_experts"),
 }
 
@@ -211,7 +214,7 @@ def measure_engine(
         for prompt in prompts.tolist():
             gen.add(prompt, params)
         decoded = seconds = forward = 0.0
-        reads, steps = [machine.measure("read")], 0
+        reads, steps = [], 0
         while gen.has_unfinished():
             before = gen.stats()
             gen.step()
@@ -220,9 +223,11 @@ def measure_engine(
                 decoded += after["generated_tokens"] - before["generated_tokens"]
                 seconds += after["step_seconds"] - before["step_seconds"]
                 forward += after["forward_seconds"] - before["forward_seconds"]
+                steps += 1
                 if steps % READ_EVERY == 0:
                     reads.append(machine.measure("read"))
-                steps += 1
+            else:
+                reads = [machine.measure("read")]  # the last one is just before the first step of decodes alone
         reads.append(machine.measure("read"))
     return {
         "tokens_per_s": decoded / seconds,
@@ -295,6 +300,7 @@ def main() -> None:
 
     read_bytes, passed, decoded = weights_of_one_token(Plan(config))
     bytes_per_token = sum(read_bytes.values())
+    by_depth = {depth: decodes[args.batch[0]], **decodes_at}
     for speed in (*decodes.values(), *decodes_at.values(), *engines.values()):
         speed["ceiling_tokens_per_s"] = speed["read_bytes_per_s"] / bytes_per_token
     gemm_flops_per_s, read_files_s = machine.measure("gemm"), machine.measure("files")
@@ -310,9 +316,8 @@ def main() -> None:
         "prefill_by_prompt_tokens": prefills,
         "decode_by_batch": {batch: speed["tokens_per_s"] for batch, speed in decodes.items()},
         "ceiling_decode_by_batch": {batch: speed["ceiling_tokens_per_s"] for batch, speed in decodes.items()},
-        "decode_by_depth": {
-            d: speed["tokens_per_s"] for d, speed in {depth: decodes[args.batch[0]], **decodes_at}.items()
-        },
+        "decode_by_depth": {depth: speed["tokens_per_s"] for depth, speed in by_depth.items()},
+        "ceiling_decode_by_depth": {depth: speed["ceiling_tokens_per_s"] for depth, speed in by_depth.items()},
         "engine": engines,
         "first_token_s": first_token_s,
         "first_calls_s": first_calls_s,
@@ -346,8 +351,8 @@ def main() -> None:
         overhead = f"{100 * speed['overhead']:.1f} % outside of the forward"
         print(f"engine   {name:13} {beside_ceiling(speed)}, {overhead}")
     print(
-        f"ceilings of decode: what one row can do by its bytes, as reads stood beside it; "
-        f"{result['ceiling_many_rows_tokens_per_s']:.1f} tokens/s for many rows by flops"
+        f"ceilings of decode: one row's, by its bytes and the reads measured beside it; "
+        f"{result['ceiling_many_rows_tokens_per_s']:.1f} tokens/s for many rows, by flops"
     )
     above = peak_rss_bytes - import_rss_bytes
     print(f"memory   {above / 1e9:.2f} GB above imports, {above / result['checkpoint_bytes']:.2f} x the checkpoint")

@@ -17,6 +17,9 @@ from kimi_k3.engine.request import Request
 from kimi_k3.layers.moe import KimiK3SparseMoE
 from kimi_k3.parallel.placement import ExpertPlacement
 from kimi_k3.parallel.traces import TraceWriter
+from kimi_k3_kernels import choose_experts
+from kimi_k3_kernels.choose_experts.reference import choose_experts_reference
+from kimi_k3_kernels.library import is_eager_inference
 
 if TYPE_CHECKING:
     from kimi_k3.modeling_kimi_k3 import KimiK3ForCausalLM
@@ -117,8 +120,10 @@ class ExpertCounts:
 
     @staticmethod
     def _choose(router_logits: list[Tensor], routers: list, num_tokens: int) -> Tensor:
-        """[layers, T, A]: the choice of `KimiK3Router`."""
+        """[layers, T, A]: the choice of `KimiK3Router`, of equal ones the same."""
         logits_MTE = torch.stack([logits[:num_tokens] for logits in router_logits])
         bias_M1E = torch.stack([router.e_score_correction_bias for router in routers])[:, None]
-        choice_MTE = routers[0]._keep_best_groups(torch.sigmoid(logits_MTE) + bias_M1E)
-        return choice_MTE.topk(routers[0].config.num_experts_per_token, dim=-1, sorted=False).indices
+        choice_XE = routers[0]._keep_best_groups(torch.sigmoid(logits_MTE) + bias_M1E).flatten(0, 1)
+        choose = choose_experts if is_eager_inference(choice_XE) else choose_experts_reference
+        ids_XA, _ = choose(choice_XE, choice_XE, routers[0].config.num_experts_per_token, False, 1.0)
+        return ids_XA.unflatten(0, logits_MTE.shape[:2])

@@ -37,11 +37,16 @@ def mix_and_norm(
     running_sum_TD: Tensor, bank_MTD: Tensor, num_blocks: Tensor, norm: RMSNorm, proj: nn.Linear, input_norm: RMSNorm
 ) -> Tensor:  # fmt: skip
     """input_norm(mix(..)): what a sublayer reads."""
-    if is_eager_inference(running_sum_TD) and is_bare(norm) and is_bare(proj) and is_bare(input_norm):
+    is_one_op = is_eager_inference(running_sum_TD) and input_norm.weight.dtype == running_sum_TD.dtype
+    if is_one_op and all(map(is_bare, (norm, proj, input_norm))) and _is_rms_norm(input_norm):
         return attn_res_mix_norm(
             running_sum_TD, bank_MTD, num_blocks, norm.weight, proj.weight, norm.eps, input_norm.weight, input_norm.eps
         )
     return input_norm(mix(running_sum_TD, bank_MTD, num_blocks, norm, proj))
+
+
+def _is_rms_norm(module: nn.Module) -> bool:
+    return getattr(type(module), "forward", None) is RMSNorm.forward and "forward" not in module.__dict__
 
 
 def empty_bank(config: KimiK3TextConfig, running_sum_TD: Tensor) -> Tensor:
@@ -62,7 +67,7 @@ def depth_table(config: KimiK3TextConfig, device: torch.device) -> list[Depth]:
 
     def place(layer_idx: int) -> Depth:
         sealed, starts = config.num_sealed_blocks(layer_idx), layer_idx % config.attn_res_block_size == 0
-        counts = (torch.tensor(count, dtype=torch.int32, device=device) for count in (sealed, sealed + starts))
-        return Depth(*counts, torch.tensor(starts, device=device))
+        before, after = (torch.tensor(count, dtype=torch.int32, device=device) for count in (sealed, sealed + starts))
+        return Depth(before, after, torch.tensor(starts, device=device))
 
     return [place(layer_idx) for layer_idx in range(config.num_hidden_layers)]

@@ -18,7 +18,7 @@ from kimi_k3_kernels.library import at_once, by_rows, compute_dtype, is_eager_in
 
 
 class Routing(NamedTuple):
-    topk_ids: Tensor  # [T, A] int64, in no particular order
+    topk_ids: Tensor  # [T, A] int64, from the highest choice on
     topk_weights: Tensor  # [T, A] float32
     logits: Tensor  # [T, E] float32, before the sigmoid and the bias
 
@@ -96,7 +96,7 @@ class KimiK3Experts(nn.Module):
             return torch.arange(self.num_experts, dtype=torch.int32, device=x.device)
         if self._slots is None:
             with torch.inference_mode(False):
-                self._slots = torch.arange(self.num_experts, dtype=torch.int32)
+                self._slots = torch.arange(self.num_experts, dtype=torch.int32, device=x.device)
         return self._slots
 
     def forward(self, latent_TL: Tensor, routing: Routing) -> Tensor:

@@ -96,7 +96,8 @@ def test_sizes_that_disagree_are_refused(name: str):
     assert op(*make_inputs(), *rest).isfinite().all()
     # A tensor cut in any one dimension belongs to another problem. Free are the sizes that no other tensor repeats.
     free = {
-        "attn_res_mix": {(1, 0)}, "attn_res_mix_norm": {(1, 0)}, "mla_prefill": {(0, 1), (0, 2), (2, 1), (3, 0), (3, 1), (4, 1)},
+        "attn_res_mix": {(1, 0)}, "attn_res_mix_norm": {(1, 0)},
+        "mla_prefill": {(0, 1), (0, 2), (2, 1), (3, 0), (3, 1), (4, 1)},
         "mla_decode": {(0, 1), (1, 0), (1, 1), (2, 1)}, "mla_decode_mass": {(0, 1), (1, 0), (1, 1), (2, 1)},
         "mxfp4_experts": {(9, 0)}, "matvec": {(0, 0), (1, 0), (2, 0)},
         "short_conv": {(2, 0)}, "short_conv_step_": {(2, 0)},

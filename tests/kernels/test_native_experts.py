@@ -156,7 +156,18 @@ def test_slots_and_ids_of_either_width_and_any_stride(instructions: str, op):
     [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)],
 )
 @pytest.mark.parametrize(
-    ("tokens", "columns", "sizes"), [(1, 64, (7, 130)), (5, 100, (64, 1, 3)), (33, 33, (5,)), (0, 8, (4,))]
+    ("tokens", "columns", "sizes"),
+    [
+        (1, 64, (7, 130)),
+        (2, 40, (130, 3)),
+        (3, 70, (9,)),
+        (4, 4130, (67,)),
+        (5, 100, (64, 1, 3)),
+        (8, 2100, (6, 65)),
+        (13, 160, (31,)),
+        (33, 33, (5,)),
+        (0, 8, (4,)),
+    ],
 )
 def test_matvec_equals_float64(
     instructions: str, dtype, weight_dtype, tokens: int, columns: int, sizes: tuple[int, ...]
@@ -172,6 +183,21 @@ def test_matvec_equals_float64(
     torch.testing.assert_close(got.double(), want, atol=tolerance * columns**0.5, rtol=tolerance)
     for row in range(tokens):
         assert torch.equal(matvec(x[row : row + 1], weights)[0], got[row])
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 5])
+def test_matvec_of_every_count_of_rows_and_threads(instructions: str, threads: int):
+    """Rows go in groups of one to six, blocks of weights to whichever thread comes free: a row's bits know of neither."""
+    generator = torch.Generator().manual_seed(threads)
+    x = torch.randn((20, 96), generator=generator).bfloat16()
+    weights = [torch.randn((size, 96), generator=generator).bfloat16() for size in (300, 2, 77)]
+    whole, before = matvec(x, weights), torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        for rows in range(1, 20):
+            assert torch.equal(matvec(x[20 - rows :], weights), whole[20 - rows :])
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_matvec_of_many_rows(instructions: str):

@@ -229,7 +229,8 @@ FAR = {
     "mxfp4_experts": (0, 3, 4, 5, 6, 7, 8), "mxfp4_experts_int8": (0, 3, 8), "mxfp4_experts_backward": (4, 8),
     "dense_experts": (3, 5),
     "kda_recurrent": (0, 5), "kda_recurrent_export": (5,), "short_conv_export": (0, 2), "head_matvec": (0, 1),
-    "attn_res_mix_norm": (0, 1), "choose_experts": (0, 1), "linear_rows": (0,), "rms_norm": (0,), "gated_rms_norm": (0, 1), "kda_gates": (0, 1), "situ": (0, 1),
+    "attn_res_mix_norm": (0, 1), "choose_experts": (0, 1),
+    "linear_rows": (0,), "rms_norm": (0,), "gated_rms_norm": (0, 1), "kda_gates": (0, 1), "situ": (0, 1),
     "dense_experts_backward": (4,), "mxfp4_linear": (1,), "mxfp4_dequantize": (0,),
 }  # fmt: skip
 

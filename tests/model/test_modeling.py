@@ -156,6 +156,29 @@ def test_situ_in_every_feed_forward_block_counts():
             assert (other(ids).logits - logits).abs().max() > 1e-3, position
 
 
+def test_a_changed_norm_is_the_one_that_runs():
+    """Eager inference mixes and norms in one op, but never beside hooks, another module or a replaced forward."""
+    model = random_model(small_config(num_hidden_layers=4, mla=(3,)))
+    ids = random_ids(model.config, 1, 16)
+    calls = []
+    with torch.no_grad():
+        logits = model(ids).logits
+        norm = model.model.layers["2"].post_attention_layernorm
+        handle = norm.register_forward_hook(lambda _, inputs, out: calls.append(out) or 2 * out)
+        hooked = model(ids).logits
+        handle.remove()
+        assert len(calls) == 1 and (hooked - logits).abs().max() > 1e-3
+        norm.forward = lambda x: 2 * type(norm).forward(norm, x)
+        torch.testing.assert_close(model(ids).logits, hooked)
+        del norm.forward
+        assert torch.equal(model(ids).logits, logits)
+        # The same definition, in PyTorch's own class.
+        other = torch.nn.RMSNorm(norm.weight.shape[0], norm.eps)
+        other.weight = norm.weight
+        model.model.layers["2"].post_attention_layernorm = other
+        torch.testing.assert_close(model(ids).logits, logits)
+
+
 # Router
 
 

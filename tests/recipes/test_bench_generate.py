@@ -12,7 +12,7 @@ DEMO = Path(kimi_k3.__file__).parent / "demo"
 
 
 def test_every_figure_is_there():
-    options = ["--prompt-tokens", "8,16", "--new-tokens", "3", "--batch", "1,2", "--depth", "8,70", "--threads", "1"]
+    options = ["--prompt-tokens", "8,16", "--new-tokens", "9", "--batch", "1,2", "--depth", "8,70", "--threads", "1"]
     command = [
         sys.executable,
         "recipes/bench_generate.py",
@@ -33,6 +33,7 @@ def test_every_figure_is_there():
     assert min(speeds) > 0 and result["ceiling_decode_tokens_per_s"] > 0 and result["ceiling_prefill_tokens_per_s"] > 0
     # Every decode figure has a ceiling measured beside it.
     assert result["ceiling_decode_by_batch"].keys() == {"1", "2"}
+    assert result["ceiling_decode_by_depth"].keys() == {"8", "70"}
     assert min(speed["ceiling_tokens_per_s"] for speed in result["engine"].values()) > 0
     # A decoded token also passes the lm_head.
     assert 0 < result["ceiling_many_rows_tokens_per_s"] < result["ceiling_prefill_tokens_per_s"]

@@ -88,7 +88,8 @@ def attn_res_mix_norm(
     """rms_norm(attn_res_mix(running_sum, bank, num_blocks, score_norm * score_proj, eps), norm_weight, norm_eps): the normed
     input of a sublayer in one op, for eager inference, where each of the six that it replaces costs more than its work.
 
-    Args: as `attn_res_mix` and `rms_norm`, whose bits it has; score_norm [D] and score_proj [1, D], any float.
+    Args: as `attn_res_mix` and `rms_norm`; score_norm [D] and score_proj [1, D], any float. With a norm_weight of
+        running_sum's dtype the bits are those of the two.
     Returns: [T, D] in the promoted dtype of running_sum and norm_weight.     No gradient: for inference.
     Raises: ValueError if shapes or dtypes disagree.
     """

@@ -135,8 +135,8 @@ void parallel(int64_t count, int64_t grain, const F& f) {
   if (count > 0) torch::stable::parallel_for(0, count, grain, f);
 }
 
-// The same for cores that are not equally fast, as where others use them too: a thread takes shares of a contiguous range of
-// its own, ever smaller ones of at least `least`, then of the others' ranges. What f computes must not depend on the shares.
+// The same for cores that are not equally fast: a thread takes shares of a contiguous range of its own, ever smaller ones of
+// at least `least` (but at the end of a range), then of the others' ranges. What f computes must not depend on the shares.
 template <class F>
 void parallel_balanced(int64_t count, int64_t least, const F& f) {
   const int64_t threads = std::min<int64_t>(torch::stable::get_num_threads(), (count + least - 1) / least);

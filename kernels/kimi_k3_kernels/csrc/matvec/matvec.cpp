@@ -8,10 +8,12 @@ namespace kimi_k3 {
 
 namespace {
 
-constexpr int64_t kOutputs = 64;  // rows of weights in a block
+constexpr int64_t kOutputs = 64;     // rows of weights in a block
+constexpr int64_t kFewRows = 4;      // up to so many rows of x memory sets the pace,
+constexpr int64_t kFewOutputs = 24;  // and blocks are small, so that no thread is left waiting
 
 // Rows of x are multiplied in groups. Six beside two rows of w, or three beside three, fill sixteen registers with sums
-// and operands. This many of `left` rows are the next group:
+// and operands, six beside four fill thirty-two. This many of `left` rows are the next group:
 int64_t group_rows(int64_t left) {
   if (left == 7 || left == 8) return 4;  // one or two rows alone would leave adders idle
   return std::min<int64_t>(left, 6);
@@ -101,7 +103,8 @@ KIMI_K3_AVX512 void tile512(const bfloat16* x, const bfloat16* w, int64_t k_coun
   for (int m = 0; m < M; ++m) sum_lanes<N>(sums[m], y + m * stride);
 }
 
-// All rows of x, in groups, times N rows of w, which stay in the first cache from one group to the next.
+// All rows of x, in groups, times N rows of w, which stay in the first cache from one group to the next. Each group asks for
+// the next rows of w, which x may have pushed out again.
 template <int N>
 void rows512(const bfloat16* x, int64_t m_count, int64_t padded, const bfloat16* w, int64_t k, float* y, int64_t stride) {
   for (int64_t m = 0, rows; m < m_count; m += rows, x += rows * padded, y += rows * stride) {
@@ -120,7 +123,7 @@ void rows512(const bfloat16* x, int64_t m_count, int64_t padded, const bfloat16*
 void multiply512(const bfloat16* x, int64_t m_count, int64_t padded, const bfloat16* w, int64_t n_count, int64_t k, float* y,
                  int64_t stride) {
   int64_t n = 0;
-  if (m_count > 4)  // with few rows memory sets the pace, and it is read faster two rows at a time
+  if (m_count > kFewRows)  // memory is read faster two rows at a time
     for (; n + 4 <= n_count; n += 4) rows512<4>(x, m_count, padded, w + n * k, k, y + n, stride);
   for (; n + 2 <= n_count; n += 2) rows512<2>(x, m_count, padded, w + n * k, k, y + n, stride);
   for (; n < n_count; ++n) rows512<1>(x, m_count, padded, w + n * k, k, y + n, stride);
@@ -186,8 +189,11 @@ void run(const Tensor& x, const std::vector<Tensor>& weights, const std::vector<
   X* result = mutable_data<X>(out);
   // Blocks of outputs across the borders of the matrices: even shares for the threads, whatever the matrices' sizes.
   // With many rows a block stays in the second cache.
-  const int64_t block_rows = m <= kPanel ? kOutputs : std::max<int64_t>(8, std::min<int64_t>(kOutputs, (1 << 17) / (1 + k) / 4 * 4));
-  parallel_balanced((total + block_rows - 1) / block_rows, 1, [&](int64_t begin, int64_t end) {
+  const int64_t block_rows = m <= kFewRows ? kFewOutputs
+                             : m <= kPanel ? kOutputs
+                                           : std::max<int64_t>(8, std::min<int64_t>(kOutputs, (1 << 17) / (1 + k) / 4 * 4));
+  const int64_t least = 1 + (1 << 14) / (1 + block_rows * k);  // a second thread for less costs more than it saves
+  parallel_balanced((total + block_rows - 1) / block_rows, least, [&](int64_t begin, int64_t end) {
     std::vector<float> values(std::min(m, kPanel) * block_rows);
     size_t matrix = 0;
     for (int64_t block = begin; block < end; ++block) {

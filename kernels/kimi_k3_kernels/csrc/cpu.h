@@ -99,6 +99,22 @@ inline bool is_contiguous(const Tensor& t) {
 
 inline Tensor make_contiguous(const Tensor& t) { return is_contiguous(t) ? t : torch::stable::contiguous(t); }
 
+// Float32 or bfloat16, what most kernels read.
+inline bool is_narrow(const Tensor& t) {
+  return t.scalar_type() == ScalarType::BFloat16 || t.scalar_type() == ScalarType::Float;
+}
+
+// The first `count` values of a narrow tensor as floats.
+inline std::vector<float> floats_of(const Tensor& t, int64_t count) {
+  std::vector<float> out(count);
+  const Tensor plain = make_contiguous(t);
+  if (t.scalar_type() == ScalarType::Float)
+    std::copy_n(data<float>(plain), count, out.begin());
+  else
+    std::transform(data<bfloat16>(plain), data<bfloat16>(plain) + count, out.begin(), [](bfloat16 x) { return to_float(x); });
+  return out;
+}
+
 inline Tensor new_tensor(const Tensor& like, std::vector<int64_t> sizes, std::optional<ScalarType> dtype = std::nullopt) {
   return torch::stable::new_empty(like, sizes, dtype);
 }

@@ -36,10 +36,6 @@ void mix(const Tensor& running_sum, const Tensor& bank, int64_t blocks, const fl
   });
 }
 
-bool has_kernel(const Tensor& t) {
-  return t.scalar_type() == ScalarType::BFloat16 || t.scalar_type() == ScalarType::Float;
-}
-
 int64_t checked_blocks(const char* op, const Tensor& running_sum, const Tensor& bank, const Tensor& num_blocks) {
   check_sizes(op, "running_sum", running_sum, {-1, -1});
   check_sizes(op, "bank", bank, {-1, running_sum.size(0), running_sum.size(1)});
@@ -49,25 +45,14 @@ int64_t checked_blocks(const char* op, const Tensor& running_sum, const Tensor& 
   return blocks;
 }
 
-// Values of either dtype as floats.
-std::vector<float> floats_of(const Tensor& t) {
-  const Tensor plain = make_contiguous(t);
-  const int64_t count = plain.numel();
-  if (plain.scalar_type() == ScalarType::Float) return {data<float>(plain), data<float>(plain) + count};
-  std::vector<float> values(count);
-  const bfloat16* halves = data<bfloat16>(plain);
-  for (int64_t d = 0; d < count; ++d) values[d] = to_float(halves[d]);
-  return values;
-}
-
 Tensor attn_res_mix(Tensor running_sum, Tensor bank, Tensor num_blocks, Tensor weight, double eps) {
   const int64_t blocks = checked_blocks("attn_res_mix", running_sum, bank, num_blocks);
   check_sizes("attn_res_mix", "weight", weight, {running_sum.size(1)});
-  if (!has_kernel(running_sum) || bank.scalar_type() != running_sum.scalar_type() || !has_kernel(weight))
+  if (!is_narrow(running_sum) || bank.scalar_type() != running_sum.scalar_type() || !is_narrow(weight))
     return reference_tensor("attn_res_mix", running_sum, bank, num_blocks, weight, eps);
   running_sum = with_plain_rows(running_sum);
   bank = with_plain_rows(bank);
-  const std::vector<float> floats = floats_of(weight);
+  const std::vector<float> floats = floats_of(weight, running_sum.size(1));
   Tensor out = new_tensor(running_sum, {running_sum.size(0), running_sum.size(1)});
   if (running_sum.scalar_type() == ScalarType::BFloat16)
     mix<bfloat16>(running_sum, bank, blocks, floats.data(), static_cast<float>(eps), out);
@@ -83,14 +68,14 @@ Tensor attn_res_mix_norm(Tensor running_sum, Tensor bank, Tensor num_blocks, Ten
   check_sizes("attn_res_mix_norm", "score_proj", score_proj, {1, width});
   check_sizes("attn_res_mix_norm", "norm_weight", norm_weight, {width});
   const ScalarType type = running_sum.scalar_type();
-  if (!has_kernel(running_sum) || bank.scalar_type() != type || norm_weight.scalar_type() != type || !has_kernel(score_norm) ||
-      !has_kernel(score_proj))
+  if (!is_narrow(running_sum) || bank.scalar_type() != type || norm_weight.scalar_type() != type || !is_narrow(score_norm) ||
+      !is_narrow(score_proj))
     return reference_tensor("attn_res_mix_norm", running_sum, bank, num_blocks, score_norm, score_proj, eps, norm_weight, norm_eps);
   running_sum = with_plain_rows(running_sum);
   bank = with_plain_rows(bank);
   norm_weight = make_contiguous(norm_weight);
-  std::vector<float> weight = floats_of(score_norm);
-  const std::vector<float> factors = floats_of(score_proj);
+  std::vector<float> weight = floats_of(score_norm, width);
+  const std::vector<float> factors = floats_of(score_proj, width);
   for (int64_t d = 0; d < width; ++d) weight[d] *= factors[d];
   Tensor out = new_tensor(running_sum, {running_sum.size(0), width});
   const float first = static_cast<float>(eps), second = static_cast<float>(norm_eps);

@@ -10,20 +10,6 @@ namespace kimi_k3 {
 
 namespace {
 
-std::vector<float> floats_of(const Tensor& t, int64_t count) {
-  std::vector<float> out(count);
-  const Tensor plain = make_contiguous(t);
-  if (t.scalar_type() == ScalarType::Float)
-    std::copy_n(data<float>(plain), count, out.begin());
-  else
-    std::transform(data<bfloat16>(plain), data<bfloat16>(plain) + count, out.begin(), to_float);
-  return out;
-}
-
-bool is_narrow(const Tensor& t) {
-  return t.scalar_type() == ScalarType::BFloat16 || t.scalar_type() == ScalarType::Float;
-}
-
 using Result = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
 template <class T>

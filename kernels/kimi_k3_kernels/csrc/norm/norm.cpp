@@ -23,10 +23,6 @@ std::vector<int64_t> sizes_of(const Tensor& t) {
   return sizes;
 }
 
-bool has_kernel(const Tensor& x) {
-  return x.scalar_type() == ScalarType::BFloat16 || x.scalar_type() == ScalarType::Float;
-}
-
 template <class T>
 void norm(const Tensor& x, const Tensor& weight, int64_t rows, float eps, const Tensor& out) {
   const int64_t width = weight.size(0);
@@ -38,7 +34,7 @@ void norm(const Tensor& x, const Tensor& weight, int64_t rows, float eps, const 
 
 Tensor rms_norm(Tensor x, Tensor weight, double eps) {
   const int64_t rows = rows_of("rms_norm", x, weight);
-  if (!has_kernel(x) || weight.scalar_type() != x.scalar_type()) return reference_tensor("rms_norm", x, weight, eps);
+  if (!is_narrow(x) || weight.scalar_type() != x.scalar_type()) return reference_tensor("rms_norm", x, weight, eps);
   x = make_contiguous(x);
   weight = make_contiguous(weight);
   Tensor out = new_tensor(x, sizes_of(x));
@@ -61,20 +57,16 @@ void gated_norm(const Tensor& x, const Tensor& gate, const float* weight, int64_
 Tensor gated_rms_norm(Tensor x, Tensor gate, Tensor weight, double eps) {
   const int64_t rows = rows_of("gated_rms_norm", x, weight), width = weight.size(0);
   STD_TORCH_CHECK(sizes_of(x) == sizes_of(gate), "gated_rms_norm: want a gate of x's shape");
-  if (!has_kernel(x) || gate.scalar_type() != x.scalar_type() || !has_kernel(weight))
+  if (!is_narrow(x) || gate.scalar_type() != x.scalar_type() || !is_narrow(weight))
     return reference_tensor("gated_rms_norm", x, gate, weight, eps);
   x = make_contiguous(x);
   gate = make_contiguous(gate);
-  weight = make_contiguous(weight);
-  const bool bf16_weight = weight.scalar_type() == ScalarType::BFloat16;
-  std::vector<float> widened(bf16_weight ? width : 0);
-  for (int64_t d = 0; d < static_cast<int64_t>(widened.size()); ++d) widened[d] = to_float(data<bfloat16>(weight)[d]);
-  const float* floats = bf16_weight ? widened.data() : data<float>(weight);
+  const std::vector<float> floats = floats_of(weight, width);
   Tensor out = new_tensor(x, sizes_of(x));
   if (x.scalar_type() == ScalarType::BFloat16)
-    gated_norm<bfloat16>(x, gate, floats, rows, width, static_cast<float>(eps), out);
+    gated_norm<bfloat16>(x, gate, floats.data(), rows, width, static_cast<float>(eps), out);
   else
-    gated_norm<float>(x, gate, floats, rows, width, static_cast<float>(eps), out);
+    gated_norm<float>(x, gate, floats.data(), rows, width, static_cast<float>(eps), out);
   return out;
 }
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from kimi_k3.cache import batch_without_cache, make_pools
 from kimi_k3.configuration_kimi_k3 import KimiK3TextConfig
-from kimi_k3.layers.attn_res import mix
+from kimi_k3.layers.attn_res import Depth, mix
 from kimi_k3.layers.moe import KimiK3Router, KimiK3SparseMoE
 from kimi_k3.layers.norm import RMSNorm
 from kimi_k3.modeling_kimi_k3 import KimiK3DecoderLayer
@@ -189,11 +189,12 @@ def test_whole_layer(name, fixtures, close, toy_config):
     starts_sum = index % toy_config.attn_res_block_size == 0
     bank_after = torch.cat([bank, x[None]]) if starts_sum else bank
     assert torch.equal(bank_after, fixture["block_residual_out"].transpose(0, 1))
-    depth = torch.tensor([len(bank), len(bank_after), starts_sum], dtype=torch.int32)
+    depth = Depth(torch.tensor(len(bank)), torch.tensor(len(bank_after)), torch.tensor(starts_sum))
     room = torch.full((4, *x.shape), torch.nan)
     room[: len(bank_after)] = bank_after
     batch = batch_without_cache([len(x)], CPU)
-    out, _ = layer(x, room, depth, batch, make_pools(toy_config, index, 2, 2, 1, torch.float32, CPU))
+    with torch.no_grad():  # the small steps as one op each; below, in float64 with gradients, in plain PyTorch
+        out, _ = layer(x, room, depth, batch, make_pools(toy_config, index, 2, 2, 1, torch.float32, CPU))
     exact, _ = layer.double()(
         x.double(), room.double(), depth, batch, make_pools(toy_config, index, 2, 2, 1, torch.float64, CPU)
     )

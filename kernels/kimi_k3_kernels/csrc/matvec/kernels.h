@@ -55,14 +55,21 @@ KIMI_K3_TARGET __attribute__((noinline)) static void tile(const float* x, const 
   for (int m = 0; m < M; ++m)
 #pragma GCC unroll 4
     for (int n = 0; n < N; ++n) sums[m][n] = partial[m * N + n];
+  constexpr bool in_order = M <= 2;  // whole rows of w, so in the order of memory; more rows of x leave no time for it
+  const W* ahead = w + std::max<int64_t>(4096, N * k_count);
   int64_t k = 0;
   for (; k + kPair <= count; k += kPair, w += kPair, x += 2 * M * kLanes) {
+    if (in_order) {
+#pragma GCC unroll 8
+      for (int64_t i = 0; i < N * kPair; i += 64 / sizeof(W)) __builtin_prefetch(ahead + i);
+      ahead += N * kPair;
+    }
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
       Vec weights[N];
 #pragma GCC unroll 4
       for (int n = 0; n < N; ++n) {
-        if (half == 0) __builtin_prefetch(w + (kAhead + n) * k_count);
+        if (!in_order && half == 0) __builtin_prefetch(w + (kAhead + n) * k_count);
         Vec halves[2];
         load_pair(w + n * k_count, halves[0], halves[1]);
         weights[n] = halves[half];

@@ -37,8 +37,8 @@ def mix_and_norm(
     running_sum_TD: Tensor, bank_MTD: Tensor, num_blocks: Tensor, norm: RMSNorm, proj: nn.Linear, input_norm: RMSNorm
 ) -> Tensor:  # fmt: skip
     """input_norm(mix(..)): what a sublayer reads."""
-    is_one_op = is_eager_inference(running_sum_TD) and input_norm.weight.dtype == running_sum_TD.dtype
-    if is_one_op and all(map(is_bare, (norm, proj, input_norm))) and _is_rms_norm(input_norm):
+    is_as_defined = _is_rms_norm(input_norm) and all(map(is_bare, (norm, proj, input_norm)))
+    if is_as_defined and is_eager_inference(running_sum_TD) and input_norm.weight.dtype == running_sum_TD.dtype:
         return attn_res_mix_norm(
             running_sum_TD, bank_MTD, num_blocks, norm.weight, proj.weight, norm.eps, input_norm.weight, input_norm.eps
         )

@@ -92,9 +92,8 @@ def test_the_norm_after_the_mix_in_other_dtypes_is_the_reference():
     got = attn_res_mix_norm(*narrow, weight.float(), EPS)
     want = rms_norm(attn_res_mix(*narrow[:3], (weight * weight).float(), EPS), weight.float(), EPS)
     assert got.dtype == torch.float32
-    torch.testing.assert_close(
-        got, want, atol=2**-6, rtol=2**-6
-    )  # the mix is rounded to bfloat16, by sums of other orders
+    # The mix is rounded to bfloat16, from sums in another order.
+    torch.testing.assert_close(got, want, atol=2**-6, rtol=2**-6)
 
 
 def test_one_graph_serves_every_depth():

@@ -177,6 +177,8 @@ def test_a_changed_norm_is_the_one_that_runs():
         other.weight = norm.weight
         model.model.layers["2"].post_attention_layernorm = other
         torch.testing.assert_close(model(ids).logits, logits)
+        model.model.layers["2"].post_attention_layernorm = torch.nn.Identity()
+        assert (model(ids).logits - logits).abs().max() > 1e-3
 
 
 # Router
